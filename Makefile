@@ -1,0 +1,27 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test bench format setup
+
+demo: setup
+	$(BIN)/python demo/bowl.py
+
+test: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python benchmarks/bench.py
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
+	touch $@

@@ -1,0 +1,155 @@
+"""How much memory a network takes, whether that fits, and large arrays on huge pages."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lodo import meta
+from lodo._checks import check_choice, check_int
+from lodo.kernels import BACKENDS
+from lodo.preconditioners import Preconditioner, select
+
+_HUGE_FROM = 1 << 22  # bytes from which an array asks for huge pages
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes, by what they are for; ``total`` is the most that exists at once."""
+
+    theta: int
+    moments: int
+    indices: int
+    work: int
+    vectors: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in zip(self._fields, self, strict=True))
+        return f"{readable(self.total)} ({parts})"
+
+
+def memory_estimate(
+    n: int,
+    preconditioner: str | Preconditioner = "mixing",
+    *,
+    depth: int | None = None,
+    block_size: int = 4,
+    width: float = 2.0,
+    meta_optimizer: str = "adam",
+    dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+    device: torch.device | str = "cpu",
+) -> MemoryEstimate:
+    """The memory LODO needs for ``n`` parameters, beside the parameters and their gradients.
+
+    Args:
+        n: number of parameters in the group.
+        preconditioner: as for `LODO`, as are ``depth``, ``block_size``, ``width``,
+            ``meta_optimizer`` and ``backend``.
+        dtype: theta's dtype: float64 for float64 parameters, float32 for all others.
+        device: where the parameters are.
+
+    Example:
+        >>> print(memory_estimate(11_173_962, backend="reference").total // 2**30, "GiB")  # ResNet-18
+        36 GiB
+        >>> memory_estimate(1000, "diagonal").theta
+        4000
+    """
+    check_int("n", n, low=0)
+    check_choice("meta_optimizer", meta_optimizer, meta.META_OPTIMIZERS)
+    check_choice("backend", backend, BACKENDS)
+    family = select(preconditioner, depth, block_size, width)
+    fused = family.fused(backend, torch.device(device))
+    item = dtype.itemsize
+    theta = prod(family.shape(n)) * item if n else 0
+    moments = len(meta.make(meta_optimizer).moments)
+    # an engine that is not fused stores the hypergradient and, for Adam, a denominator
+    temporary = 0 if fused else theta * (1 + bool(moments))
+    return MemoryEstimate(
+        theta=theta,
+        moments=theta * moments,
+        indices=4 * family.index_count(n) if n else 0,
+        work=(item * family.work_count(n, fused) if n else 0) + temporary,
+        vectors=3 * item * n,
+    )
+
+
+def available(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on ``device``, or None if that cannot be told."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    bounds = [_meminfo(), _cgroup()]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def check_fits(needed: MemoryEstimate, earlier: int, device: torch.device, what: str) -> None:
+    """Raise MemoryError if ``needed`` and what ``earlier`` groups will take cannot fit."""
+    free = available(device)
+    if free is not None and needed.total + earlier > free:
+        others = f", and {readable(earlier)} for the groups before it" if earlier else ""
+        raise MemoryError(
+            f"{what} needs {needed}{others}; {readable(free)} is available on {str(device)!r}. "
+            "Use a smaller depth, width or block_size, preconditioner='diagonal', "
+            "meta_optimizer='sgd', or train fewer parameters with LODO"
+        )
+
+
+def readable(size: int) -> str:
+    """A number of bytes for people.
+
+    >>> readable(203_000_000)
+    '203.0 MB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
+        size /= 1000  # type: ignore[assignment]
+    return f"{size:.1f} GB"
+
+
+def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU, page-aligned and on huge pages where the system has them.
+
+    Random gathers over a vector of millions of numbers miss the address cache on 4 kB pages.
+
+    >>> huge_zeros((2, 3), torch.float32).sum()
+    tensor(0.)
+    """
+    size = prod(shape) * dtype.itemsize
+    if size < _HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def _meminfo() -> int | None:
+    """What the system says is available: Linux's estimate, else all physical memory."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _cgroup(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the container's limit leaves, if there is one."""
+    try:
+        limit = int((root / "memory.max").read_text())  # "max" is not a number: no limit
+        return limit - int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,490 @@
+"""LODO: an optimizer that learns its own preconditioner while it optimizes.
+
+Liao, Dangovski, Foerster, Soljacic: "Learning to Optimize Quasi-Newton Methods", TMLR 2023.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+
+from lodo import memory, meta
+from lodo._checks import check_choice, check_int, check_real
+from lodo.flatten import Flat, compute_dtype, count
+from lodo.kernels import BACKENDS, resolve
+from lodo.preconditioners import Preconditioner, select
+
+_ARCHITECTURE = ("preconditioner", "meta_optimizer")  # group options a loaded state must agree with
+_MATRIX_LIMIT = 4096  # the largest n whose preconditioner is written out
+
+
+class LODO(Optimizer):
+    r"""Learns to optimize during optimization (the paper's Algorithm 1).
+
+    Each parameter group is one vector :math:`x`, moved by a learned matrix :math:`G`:
+
+    .. math::
+        \theta_{t+1} &= \theta_t + \mathrm{Adam}(\nabla_{\theta_t} \ell(x_{t+1})) \\
+        m_{t+1} &= \beta m_t + (1 - \beta) \nabla \ell(x_{t+1}) \\
+        x_{t+2} &= x_{t+1} - \alpha_0 G(\theta_{t+1}) m_{t+1}
+
+    The step is linear in :math:`G`, so the hypergradient needs no second derivative and no retained
+    graph: ``loss.backward(); opt.step(); opt.zero_grad()`` is all.
+
+    Args:
+        params: parameters, named parameters or parameter groups. Each group has a network of its own.
+        lr: :math:`\alpha_0`, applied after preconditioning; any scheduler may change it.
+        meta_lr: the rate at which theta is learned.
+        beta: the decay of the gradient average; 0 is LODO-No-Momentum.
+        weight_decay: decoupled, as in AdamW: ``x`` shrinks by ``lr * weight_decay``.
+        maximize: maximize the objective instead.
+        preconditioner: ``"mixing"`` (the paper's network), ``"residual"``, ``"diagonal"``,
+            ``"scalar"``, ``"dense"``, or a configured `Preconditioner`.
+        depth: layers; 16 for ``"mixing"`` and 64 for ``"residual"`` if None.
+        block_size: block size k of ``"mixing"``.
+        width: hidden width over n, of ``"mixing"`` and ``"residual"``.
+        meta_optimizer: what learns theta, ``"adam"`` or ``"sgd"``.
+        meta_betas: Adam's decays.
+        meta_eps: Adam's epsilon.
+        seed: draws the network; the same on every backend and device.
+        backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
+        nonfinite: what a NaN or infinite gradient does: ``"raise"`` an error, or ``"skip"`` the
+            step and count it in `skipped_steps`. Either way nothing changes.
+
+    ``lr``, ``meta_lr``, ``beta``, ``weight_decay``, ``maximize``, ``preconditioner``,
+    ``meta_optimizer``, ``meta_betas``, ``meta_eps`` and ``seed`` may differ between groups.
+
+    Example:
+        >>> import torch
+        >>> from lodo import LODO
+        >>> model = torch.nn.Linear(4, 1)
+        >>> opt = LODO(model.parameters(), lr=0.1)
+        >>> x, y = torch.randn(8, 4), torch.randn(8, 1)
+        >>> for _ in range(3):
+        ...     loss = (model(x) - y).square().mean()
+        ...     loss.backward()
+        ...     opt.step()
+        ...     opt.zero_grad()
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1.0,
+        meta_lr: float = 1e-3,
+        beta: float = 0.9,
+        *,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        preconditioner: str | Preconditioner = "mixing",
+        depth: int | None = None,
+        block_size: int = 4,
+        width: float = 2.0,
+        meta_optimizer: str = "adam",
+        meta_betas: tuple[float, float] = meta.Adam.betas,
+        meta_eps: float = meta.Adam.eps,
+        seed: int = 0,
+        backend: str = "auto",
+        nonfinite: str = "raise",
+    ) -> None:
+        check_choice("backend", backend, BACKENDS)
+        check_choice("nonfinite", nonfinite, ("raise", "skip"))
+        self.backend = backend
+        self.nonfinite = nonfinite
+        self._sizes = (depth, block_size, width)
+        self._default = select(preconditioner, *self._sizes)
+        self._families: list[Preconditioner] = []
+        self._networks: list[_Network | None] = []
+        defaults = {
+            "lr": lr,
+            "meta_lr": meta_lr,
+            "beta": beta,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "preconditioner": repr(self._default),  # groups hold plain data: they are saved
+            "meta_optimizer": meta_optimizer,
+            "meta_betas": meta_betas,
+            "meta_eps": meta_eps,
+            "seed": seed,
+        }
+        super().__init__(params, defaults)
+
+    # ------------------------------------------------------------ the step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Learn from the last step, then take the next one.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once if given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        active = [(i, moving) for i, moving in self._read_gradients() if any(moving)]
+        for i, _ in active:
+            problem = self._problem(i)
+            if problem is not None:
+                self._refuse(problem)
+                return loss
+        for i, moving in active:
+            self._step_group(i, moving)
+        return loss
+
+    def _step_group(self, i: int, moving: list[bool]) -> None:
+        """Algorithm 1 for one group, from the moment its new gradient is known."""
+        group, net, state = self.param_groups[i], self._network(i), self._state(i)
+        theta, m, g = state["theta"], state["momentum"], net.g.vector
+        lr, beta = float(group["lr"]), group["beta"]
+
+        if state["last_lr"]:  # the last call moved x: learn from where that led
+            state["meta_step"] += 1
+            optimizer = _meta(group)
+            moments = [state[name] for name in optimizer.moments]
+            led_to = net.g.only(state["moved"])  # what did not move had no part in it
+            net.engine.learn(
+                theta, m, led_to, -state["last_lr"], optimizer, moments, state["meta_step"], group["meta_lr"]
+            )
+        m.mul_(beta).add_(g, alpha=1 - beta)
+        if lr:
+            net.s.vector.copy_(net.engine.step(theta, m))
+            net.s.move(group["params"], moving, lr, group["weight_decay"])
+        state["last_lr"], state["moved"] = lr, moving
+        state["step"] += 1
+
+    def _read_gradients(self) -> Iterator[tuple[int, list[bool]]]:
+        """Copy each group's gradient into its flat vector; tell which parameters have one."""
+        for i, group in enumerate(self.param_groups):
+            for j, p in enumerate(group["params"]):
+                if p.grad is not None and p.grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"LODO does not support sparse gradients, but {self._name(i, j)} has one "
+                        f"(layout {p.grad.layout}); use a dense gradient, such as sparse=False in nn.Embedding"
+                    )
+        for i, group in enumerate(self.param_groups):
+            if all(p.grad is None or not p.numel() for p in group["params"]):
+                continue  # a group without any gradient is left as it is
+            net = self._network(i)
+            yield i, net.g.read_gradients(group["params"])
+            if group["maximize"]:
+                net.g.vector.neg_()
+
+    def _problem(self, i: int) -> str | None:
+        """Why group i's gradient cannot be learned from, if it cannot."""
+        state, g = self._state(i), self._network(i).g
+        square = float(g.vector.dot(g.vector))
+        largest = torch.finfo(g.vector.dtype).max
+        if math.isfinite(square):
+            # the hypergradient is at most about lr |g| |m|, and Adam squares it
+            m = state["momentum"]
+            if state["last_lr"] ** 2 * square * float(m.dot(m)) < largest:
+                return None
+        for j, view in enumerate(g.views):
+            if not bool(torch.isfinite(view).all()):
+                return f"the gradient of {self._name(i, j)} is not finite"
+        return f"the gradient of group {i} is too large for {g.vector.dtype} (squared norm {square:.3g})"
+
+    def _refuse(self, problem: str) -> None:
+        if self.nonfinite == "raise":
+            raise FloatingPointError(
+                f"{problem}; nothing was changed. Pass nonfinite='skip' to skip such steps instead"
+            )
+        self._state(0)["skipped"] += 1
+
+    def _name(self, i: int, j: int) -> str:
+        """How to call parameter j of group i in an error."""
+        group = self.param_groups[i]
+        name = f" {group['param_names'][j]!r}" if "param_names" in group else ""
+        return f"parameter{name} {j} of group {i}, shape {tuple(group['params'][j].shape)},"
+
+    # ------------------------------------------------------------ groups and networks
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with a fresh network of its own; allowed at any time."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        group = dict(param_group)
+        chosen = group.get("preconditioner", self._default)
+        family = self._default if chosen == repr(self._default) else select(chosen, *self._sizes)
+        group["preconditioner"] = repr(family)
+        _check_options({**self.defaults, **group})
+        before = len(self.param_groups)
+        super().add_param_group(group)
+        try:
+            self._check_params(before, family)
+        except Exception:
+            del self.param_groups[before]
+            raise
+        self._families.append(family)
+        self._networks.append(None)
+
+    def _check_params(self, i: int, family: Preconditioner) -> None:
+        params = self.param_groups[i]["params"]
+        for j, p in enumerate(params):
+            if not (p.is_floating_point() or p.is_complex()):
+                raise TypeError(f"LODO trains floating-point and complex tensors, but {self._name(i, j)} is {p.dtype}")
+            if p.device != params[0].device:
+                raise ValueError(
+                    f"the parameters of a group must be on one device, but {self._name(i, j)} is on "
+                    f"{str(p.device)!r} and the first one on {str(params[0].device)!r}; give each device its own group"
+                )
+        if not params:
+            return
+        device = params[0].device
+        resolve(self.backend, device)
+        pending = sum(self._estimate(k).total for k, net in enumerate(self._networks) if net is None)
+        needed = self._estimate(i, family)
+        memory.check_fits(
+            needed, pending, device, f"LODO's state for group {i} ({count(params):,} parameters, {family})"
+        )
+
+    def _estimate(self, i: int, family: Preconditioner | None = None) -> memory.MemoryEstimate:
+        group = self.param_groups[i]
+        params = group["params"]
+        return memory.memory_estimate(
+            count(params),
+            family or self._families[i],
+            meta_optimizer=group["meta_optimizer"],
+            dtype=compute_dtype(params),
+            backend=self.backend,
+            device=params[0].device if params else "cpu",
+        )
+
+    def _network(self, i: int) -> _Network:
+        """Group i's network, drawn from its seed at the first use."""
+        network = self._networks[i]
+        if network is None:
+            group = self.param_groups[i]
+            network = _Network(self._families[i], group["params"], group["seed"], i, self.backend)
+            self._networks[i] = network
+        return network
+
+    def _state(self, i: int) -> dict[str, Any]:
+        """Group i's state, kept under the group's first parameter as torch's LBFGS does."""
+        group = self.param_groups[i]
+        state: dict[str, Any] = self.state[group["params"][0]]
+        if not state:
+            state.update(self._network(i).initial_state(_meta(group).moments))
+        return state
+
+    # ------------------------------------------------------------ looking inside
+
+    @torch.no_grad()
+    def precondition(self, v: Tensor, group: int = 0) -> Tensor:
+        """``G v`` for a flat vector, with ``lr`` as part of G.
+
+        Example:
+            >>> x = torch.nn.Parameter(torch.zeros(3))
+            >>> LODO([x], lr=0.5).precondition(torch.tensor([1.0, 2.0, 3.0]))
+            tensor([0.5000, 1.0000, 1.5000])
+        """
+        self._check_group(group)
+        net, theta = self._network(group), self._state(group)["theta"]
+        if not isinstance(v, Tensor) or v.shape != (net.n,):
+            shape = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
+            raise ValueError(
+                f"v must be a tensor of shape ({net.n},), one number a parameter of group {group}, got {shape}"
+            )
+        lr = float(self.param_groups[group]["lr"])
+        return (net.engine.apply(theta, v.to(theta)) * lr).to(v)
+
+    def preconditioner_matrix(self, group: int = 0) -> Tensor:
+        """G as an n x n matrix, for n up to 4096.
+
+        Example:
+            >>> x = torch.nn.Parameter(torch.zeros(2))
+            >>> LODO([x], lr=0.5, preconditioner="diagonal").preconditioner_matrix()
+            tensor([[0.5000, 0.0000],
+                    [0.0000, 0.5000]])
+        """
+        self._check_group(group)
+        n, theta = self._network(group).n, self._state(group)["theta"]
+        if n > _MATRIX_LIMIT:
+            raise ValueError(
+                f"group {group} has n = {n:,}: its matrix would have {n * n:,} entries, and n up to {_MATRIX_LIMIT} "
+                "is allowed; use precondition(v) for products with G"
+            )
+        unit = torch.eye(n, dtype=theta.dtype, device=theta.device)
+        return torch.stack([self.precondition(e, group) for e in unit], dim=1) if n else unit
+
+    def _check_group(self, group: int) -> None:
+        if not isinstance(group, int) or not 0 <= group < len(self.param_groups):
+            raise ValueError(f"group must be an index from 0 to {len(self.param_groups) - 1}, got {group!r}")
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``nonfinite="skip"`` has skipped."""
+        return int(self.state.get(self.param_groups[0]["params"][0], {}).get("skipped", 0))
+
+    def __repr__(self) -> str:
+        lines = [super().__repr__()[:-1].rstrip()]
+        for i, family in enumerate(self._families):
+            n = count(self.param_groups[i]["params"])
+            lines.append(f"network {i}: n = {n:,}, {family}, memory {self._estimate(i)}")
+        return "\n".join([*lines, ")"])
+
+    # ------------------------------------------------------------ saving and loading
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state; refuse one that does not fit before anything changes.
+
+        torch casts a state to its parameter's dtype, which would ruin theta in a bfloat16 model, and
+        shares its tensors with ``state_dict``. Here tensors are copied in the network's own dtype.
+        """
+        saved: StateDict = {}
+        networks: list[_Network | None] = []
+
+        def check(_: Optimizer, given: StateDict) -> None:
+            saved.update(given)
+            networks.extend(self._networks_for(given))
+
+        def restore(_: Optimizer) -> None:
+            self._networks = list(networks)
+            for net, group, source in zip(networks, self.param_groups, saved["param_groups"], strict=True):
+                state = saved["state"].get(source["params"][0]) if net else None
+                if net and state:
+                    self.state[group["params"][0]] = {k: net.own(v) for k, v in state.items()}
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _networks_for(self, saved: StateDict) -> list[_Network | None]:
+        """The networks that ``saved`` belongs to, or an error that says what differs."""
+        groups = saved["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"the state has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}")
+        networks: list[_Network | None] = []
+        for i, (ours, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
+            if len(theirs["params"]) != len(ours["params"]):
+                raise ValueError(
+                    f"group {i} of the state has {len(theirs['params'])} parameters, ours {len(ours['params'])}"
+                )
+            for key in _ARCHITECTURE:
+                if theirs.get(key) != ours[key]:
+                    raise ValueError(f"group {i} of the state has {key} = {theirs.get(key)!r}, ours is {ours[key]!r}")
+            if not count(ours["params"]):
+                networks.append(None)
+                continue
+            net = _Network(self._families[i], ours["params"], theirs["seed"], i, self.backend)
+            state = saved["state"].get(theirs["params"][0])
+            if state:
+                net.check_state(state, _meta(theirs).moments, i)
+            networks.append(net)
+        return networks
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("backend", "nonfinite", "_sizes", "_default", "_families")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._networks = [None] * len(self.param_groups)
+
+
+class _Network:
+    """What a group's network needs at run time and no checkpoint holds."""
+
+    def __init__(self, family: Preconditioner, params: Sequence[Tensor], seed: int, index: int, backend: str) -> None:
+        self.n = count(params)
+        self._family = family
+        self._fused = family.fused(backend, params[0].device)
+        self._seed = (seed, index)
+        P = family.fixed(self.n, self._generator(0))
+        self.fingerprint = zlib.crc32(P.numpy())  # tells whether a state was saved with this P
+        self._device = params[0].device
+        self.g, self.s = Flat(params), Flat(params)  # the gradient; the step over lr
+        self._dtype = self.g.vector.dtype
+        self.engine = family.engine(self.n, P.to(self._device), backend)
+        self._tensors = len(params)
+
+    def _generator(self, stream: int) -> torch.Generator:
+        """A random stream of this seed and group; 0 draws P, 1 draws theta_0."""
+        entropy = np.random.SeedSequence([*self._seed, stream]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(entropy[0]))
+
+    def _zeros(self, shape: Sequence[int]) -> Tensor:
+        if self._fused:
+            return memory.huge_zeros(shape, self._dtype)
+        return torch.zeros(tuple(shape), dtype=self._dtype, device=self._device)
+
+    def initial_state(self, moments: Sequence[str]) -> dict[str, Any]:
+        """theta_0, zeros, and no step taken."""
+        shape = self._family.shape(self.n)
+        theta = memory.huge_zeros(shape, self._dtype)
+        self._family.init(theta, self.n, self._generator(1))
+        return {
+            "step": 0,
+            "meta_step": 0,
+            "last_lr": 0.0,  # no step was taken yet
+            "moved": [False] * self._tensors,
+            "skipped": 0,
+            "fingerprint": self.fingerprint,
+            "momentum": torch.zeros_like(self.g.vector),
+            "theta": theta.to(self._device),
+            **{name: self._zeros(shape) for name in moments},
+        }
+
+    def own(self, value: Any) -> Any:
+        """A copy of one entry of a state, in this network's dtype and on its device."""
+        return self._zeros(value.shape).copy_(value) if isinstance(value, Tensor) else value
+
+    def check_state(self, state: dict[str, Any], moments: Sequence[str], index: int) -> None:
+        """Does a saved state belong to this network?"""
+        shape = self._family.shape(self.n)
+        for name, expected in {"momentum": (self.n,), **dict.fromkeys(("theta", *moments), shape)}.items():
+            found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
+            if found != expected:
+                raise ValueError(
+                    f"group {index} of the state has {name} of shape {found}, but n = {self.n:,} and "
+                    f"{self._family} need {expected}"
+                )
+        if len(state["moved"]) != self._tensors:
+            raise ValueError(f"group {index} of the state has {len(state['moved'])} parameters, ours {self._tensors}")
+        if state["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                f"group {index} of the state was learned with other permutations than its seed gives here "
+                "(another release of torch may draw them differently)"
+            )
+
+
+def _meta(group: dict[str, Any]) -> meta.MetaOptimizer:
+    b1, b2 = group["meta_betas"]
+    return meta.make(group["meta_optimizer"], (b1, b2), group["meta_eps"])
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    """Each option of a group, by name."""
+    check_real("lr", group["lr"], low=0.0)
+    check_real("meta_lr", group["meta_lr"], low=0.0)
+    check_real("beta", group["beta"], low=0.0, high=1.0)
+    check_real("weight_decay", group["weight_decay"], low=0.0)
+    check_choice("meta_optimizer", group["meta_optimizer"], meta.META_OPTIMIZERS)
+    if not isinstance(group["meta_betas"], (tuple, list)) or len(group["meta_betas"]) != 2:
+        raise ValueError(f"meta_betas must be two numbers in [0.0, 1.0), got {group['meta_betas']!r}")
+    for i, b in enumerate(group["meta_betas"]):
+        check_real(f"meta_betas[{i}]", b, low=0.0, high=1.0)
+    check_real("meta_eps", group["meta_eps"], low=0.0, open_low=True)
+    check_int("seed", group["seed"], low=0)
+    if not isinstance(group["maximize"], bool):
+        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")

@@ -1,0 +1,116 @@
+"""What every family of preconditioners offers, and the engine that runs one.
+
+Letters, here and in every family: ``theta`` the learned weights, ``P`` what was drawn once
+from the seed and is never learned, ``m`` the momentum, ``g`` the gradient, ``n`` the number of
+parameters. ``G(theta)`` is the paper's matrix without its factor ``alpha_0``: the learning rate
+is applied by the optimizer, after preconditioning.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lodo.meta import MetaOptimizer
+
+
+class Preconditioner(ABC):
+    """A family of n x n matrices ``G(theta)``.
+
+    A family is a small immutable description (make it a frozen dataclass), never a holder of
+    tensors, so that one object can serve many parameter groups. A new one needs four methods:
+
+    >>> from dataclasses import dataclass
+    >>> import torch
+    >>> from lodo import LODO
+    >>> @dataclass(frozen=True)
+    ... class Signs(Preconditioner):
+    ...     '''G = diag(theta)^2: a diagonal that cannot turn negative.'''
+    ...     def shape(self, n):
+    ...         return (n,)
+    ...     def init(self, theta, n, rng):
+    ...         theta.fill_(1.0)
+    ...     def apply(self, theta, P, v):
+    ...         return theta**2 * v
+    ...     def hypergradient(self, theta, P, m, g):
+    ...         return 2 * theta * g * m
+    >>> x = torch.nn.Parameter(torch.ones(3))
+    >>> LODO([x], lr=0.5, preconditioner=Signs()).preconditioner_matrix().diagonal()
+    tensor([0.5000, 0.5000, 0.5000])
+    """
+
+    @abstractmethod
+    def shape(self, n: int) -> tuple[int, ...]:
+        """The shape of theta."""
+
+    @abstractmethod
+    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+        """Fill ``theta`` (on the CPU, any float dtype) with theta_0."""
+
+    @abstractmethod
+    def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
+        """``G(theta) v``."""
+
+    @abstractmethod
+    def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
+        """The derivative of ``g . G(theta) m`` with respect to theta, in theta's shape."""
+
+    def fixed(self, n: int, rng: torch.Generator) -> Tensor:
+        """What is drawn once and never learned (int32, on the CPU); nothing by default."""
+        return torch.empty(0, dtype=torch.int32)
+
+    def index_count(self, n: int) -> int:
+        """How many int32 numbers `fixed` holds."""
+        return 0
+
+    def work_count(self, n: int, fused: bool) -> int:
+        """How many activations, in theta's dtype, a step holds at its peak."""
+        return 0
+
+    def fused(self, backend: str, device: torch.device) -> bool:
+        """Does the engine for this backend and device avoid storing the hypergradient?"""
+        return False
+
+    def engine(self, n: int, P: Tensor, backend: str) -> Engine:
+        """What runs this family; a family with fused kernels returns its own."""
+        return Engine(self, P)
+
+
+class Engine:
+    """Runs a family step after step. This one calls the family's formulas as they are.
+
+    A faster engine may keep what `step` computed for the `learn` that follows it, and writes
+    over what `step` returned at the next call.
+    """
+
+    def __init__(self, family: Preconditioner, P: Tensor) -> None:
+        self.family = family
+        self.P = P
+
+    def apply(self, theta: Tensor, v: Tensor) -> Tensor:
+        """``G(theta) v``, leaving no trace."""
+        return self.family.apply(theta, self.P, v)
+
+    def step(self, theta: Tensor, m: Tensor) -> Tensor:
+        """``G(theta) m``, to be followed by `learn` with the same theta and m."""
+        return self.apply(theta, m)
+
+    def learn(
+        self,
+        theta: Tensor,
+        m: Tensor,
+        g: Tensor,
+        scale: float,
+        meta: MetaOptimizer,
+        moments: Sequence[Tensor],
+        t: int,
+        meta_lr: float,
+    ) -> None:
+        """Update theta by the hypergradient ``scale * d(g . G(theta) m)/d theta``."""
+        h = self.family.hypergradient(theta, self.P, m, g).mul_(scale)
+        meta.update(theta, h, moments, t, meta_lr)

@@ -1,0 +1,155 @@
+"""The paper's mixing network (Eq. 2): block-diagonal matrices between random permutations.
+
+The network is ``G(theta) = (I 0) Gt^T Gt (I 0)^T`` with ``Gt = B_N P_N ... B_1 P_1``, each
+``B_i`` block-diagonal with k x k blocks, ``(P x)[j] = x[p[j]]``.
+
+Storage. ``theta[i, t, r, c, l]`` is entry (r, c) of block ``t * L + l`` of ``B_i``: blocks are
+stored in tiles of up to 64 with the block index last, so that one vector instruction serves as many
+blocks as it has lanes, whatever k is, and a tile is one contiguous run of memory. A hidden vector has
+the matching order ``x[t, c, l]`` = component c of block ``t * L + l``. The last tile may have a few
+unused lanes: their weights are zero, and the permutations keep zeros in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lodo import kernels
+from lodo._checks import check_int, check_real
+from lodo.kernels import reference
+from lodo.preconditioners.base import Engine, Preconditioner
+
+LANES = 64  # blocks in a tile, at most: with k = 4 in float32 a tile is one 4 kB page
+_DRAW = 64  # tiles whose blocks are drawn at once, to bound the memory of `init`
+
+
+@dataclass(frozen=True)
+class Mixing(Preconditioner):
+    """The paper's preconditioner: depth N, block size k, hidden width floor(width * n / k) * k.
+
+    >>> family = Mixing(depth=16, block_size=4, width=2.0)
+    >>> family.hidden(100)
+    200
+    >>> family.shape(100)  # one tile of 50 blocks a layer
+    (16, 1, 4, 4, 50)
+    """
+
+    depth: int = 16
+    block_size: int = 4
+    width: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_int("depth", self.depth, low=1)
+        check_int("block_size", self.block_size, low=1)
+        check_real("width", self.width, low=1.0)
+
+    def hidden(self, n: int) -> int:
+        """The hidden width, at least n and at least one block."""
+        k = self.block_size
+        return max(int(self.width * n / k) * k, -(-n // k) * k)
+
+    def tiles(self, n: int) -> tuple[int, int]:
+        """How many tiles a layer has, and how many lanes each tile."""
+        blocks = self.hidden(n) // self.block_size
+        T = -(-blocks // LANES)
+        return T, -(-blocks // T)
+
+    def shape(self, n: int) -> tuple[int, ...]:
+        k = self.block_size
+        T, L = self.tiles(n)
+        return (self.depth, T, k, k, L)
+
+    def positions(self, n: int) -> Tensor:
+        """Where component c of block b is stored in a hidden vector, for j = b * k + c."""
+        k = self.block_size
+        L = self.tiles(n)[1]
+        j = torch.arange(self.hidden(n))
+        b, c = j // k, j % k
+        return (b // L * k + c) * L + b % L
+
+    def permutations(self, n: int, rng: torch.Generator) -> Iterator[Tensor]:
+        """P_1 to P_N, over components numbered j = b * k + c."""
+        return (torch.randperm(self.hidden(n), generator=rng) for _ in range(self.depth))
+
+    def fixed(self, n: int, rng: torch.Generator) -> Tensor:
+        """The permutations in storage order; unused lanes go to themselves."""
+        position = self.positions(n)
+        hidden, T, L = self.hidden(n), *self.tiles(n)
+        size = T * self.block_size * L
+        unused = torch.ones(size, dtype=torch.bool)
+        unused[position] = False
+        P = torch.empty(self.depth, size, dtype=torch.int32)
+        for i, p in enumerate(self.permutations(n, rng)):
+            # P_1 reads the input, which is stored plainly: n numbers, then zeros.
+            P[i, position] = (p if i == 0 else position[p]).to(torch.int32)
+            P[i, unused] = (torch.arange(hidden, size) if i == 0 else unused.nonzero()[:, 0]).to(torch.int32)
+        return P
+
+    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+        """Every block a random orthogonal matrix, so that G is the identity."""
+        k = self.block_size
+        T, L = self.tiles(n)
+        for B in theta:
+            for t in range(0, T, _DRAW):
+                tiles = B[t : t + _DRAW]
+                q = _random_orthogonal(k, len(tiles) * L, rng)
+                tiles.copy_(q.view(k, k, len(tiles), L).permute(2, 0, 1, 3))
+        used = self.hidden(n) // k - (T - 1) * L
+        theta[:, -1, :, :, used:] = 0.0
+
+    def blocks(self, theta: Tensor, n: int) -> Tensor:
+        """theta as (N, hidden / k, k, k): the blocks of every layer in order (a copy).
+
+        >>> family = Mixing(depth=2, block_size=2)
+        >>> rng = torch.Generator().manual_seed(0)
+        >>> theta = torch.empty(family.shape(5))
+        >>> family.init(theta, 5, rng)
+        >>> B = family.blocks(theta, 5)
+        >>> B.shape, torch.allclose(B @ B.mT, torch.eye(2), atol=1e-6)
+        (torch.Size([2, 5, 2, 2]), True)
+        """
+        k = self.block_size
+        return theta.permute(0, 1, 4, 2, 3).reshape(self.depth, -1, k, k)[:, : self.hidden(n) // k]
+
+    def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
+        return reference.apply(theta, P, v)
+
+    def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
+        return reference.hypergradient(theta, P, m, g)
+
+    def index_count(self, n: int) -> int:
+        T, L = self.tiles(n)
+        return self.depth * T * self.block_size * L
+
+    def work_count(self, n: int, fused: bool) -> int:
+        layers = 3 * self.depth + 4 if fused else 4 * self.depth + self.block_size + 4
+        return layers * self.index_count(n) // self.depth
+
+    def fused(self, backend: str, device: torch.device) -> bool:
+        return kernels.resolve(backend, device) == "numba"
+
+    def engine(self, n: int, P: Tensor, backend: str) -> Engine:
+        if not self.fused(backend, P.device):
+            return Engine(self, P)
+        from lodo.kernels.cpu import FusedMixing
+
+        return FusedMixing(self, P, n)
+
+
+def _random_orthogonal(k: int, count: int, rng: torch.Generator) -> Tensor:
+    """``count`` uniformly random orthogonal k x k matrices, as (k, k, count) in float64.
+
+    Gram-Schmidt on Gaussian columns, each projected twice, which is enough for full precision.
+    """
+    q = torch.randn(k, k, count, generator=rng, dtype=torch.float64)
+    for c in range(k):
+        v = q[:, c]
+        for _ in range(2 if c else 0):
+            before = q[:, :c]
+            v -= (before * (before * v.unsqueeze(1)).sum(0)).sum(1)
+        v /= v.norm(dim=0)
+    return q

@@ -1,0 +1,88 @@
+"""LODO-Residuals: layers ``x + w_i * P_i x`` and a learned diagonal in the middle.
+
+``G(theta) = (I 0) Gt^T D Gt (I 0)^T`` with ``Gt = (I + diag(w_N) P_N) ... (I + diag(w_1) P_1)``.
+Rows 0 to N-1 of theta are the ``w_i``, row N is D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lodo._checks import check_int, check_real
+from lodo.preconditioners.base import Preconditioner
+
+
+@dataclass(frozen=True)
+class Residual(Preconditioner):
+    """Weighted permutations with residual connections, 64 layers of width 2n.
+
+    >>> Residual().shape(100)
+    (65, 200)
+    """
+
+    depth: int = 64
+    width: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_int("depth", self.depth, low=1)
+        check_real("width", self.width, low=1.0)
+
+    def hidden(self, n: int) -> int:
+        return int(self.width * n)
+
+    def shape(self, n: int) -> tuple[int, ...]:
+        return (self.depth + 1, self.hidden(n))
+
+    def fixed(self, n: int, rng: torch.Generator) -> Tensor:
+        draw = (torch.randperm(self.hidden(n), generator=rng) for _ in range(self.depth))
+        return torch.stack([p.to(torch.int32) for p in draw])
+
+    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+        """``w_i ~ N(0, 1/N)``, D = I."""
+        for w in theta[:-1]:
+            w.copy_(torch.randn(w.shape, generator=rng, dtype=torch.float64) / self.depth**0.5)
+        theta[-1] = 1.0
+
+    def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
+        a = _up(theta, P, v)[-1]
+        return _down(theta, P, theta[-1] * a)[0][: v.numel()]
+
+    def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
+        D = theta[-1]
+        a, b = _up(theta, P, m), _up(theta, P, g)
+        c, d = _down(theta, P, D * a[-1]), _down(theta, P, D * b[-1])
+        h = torch.empty_like(theta)
+        for i, p in enumerate(P):
+            torch.mul(d[i + 1], a[i][p], out=h[i])
+            h[i].addcmul_(c[i + 1], b[i][p])
+        torch.mul(a[-1], b[-1], out=h[-1])
+        return h
+
+    def index_count(self, n: int) -> int:
+        return self.depth * self.hidden(n)
+
+    def work_count(self, n: int, fused: bool) -> int:
+        return (4 * self.depth + 8) * self.hidden(n)  # a, b, c, d
+
+
+def _up(theta: Tensor, P: Tensor, v: Tensor) -> list[Tensor]:
+    """The activations a_0 to a_N of v."""
+    x = theta.new_zeros(theta.shape[1])
+    x[: v.numel()] = v
+    xs = [x]
+    for w, p in zip(theta[:-1], P, strict=True):
+        xs.append(torch.addcmul(xs[-1], w, xs[-1][p]))
+    return xs
+
+
+def _down(theta: Tensor, P: Tensor, y: Tensor) -> list[Tensor]:
+    """The activations c_0 to c_N of y = c_N on the way back down."""
+    ys = [y]
+    for w, p in zip(theta[:-1].flip(0), P.flip(0), strict=True):
+        back = torch.empty_like(y)
+        back[p] = w * ys[-1]  # P^T (w * y)
+        ys.append(back.add_(ys[-1]))
+    return ys[::-1]

@@ -1,0 +1,29 @@
+"""From a name to a configured family."""
+
+from __future__ import annotations
+
+from lodo._checks import check_choice
+from lodo.preconditioners.base import Preconditioner
+from lodo.preconditioners.mixing import Mixing
+from lodo.preconditioners.residual import Residual
+from lodo.preconditioners.simple import Dense, Diagonal, Scalar
+
+NAMES = ("mixing", "residual", "diagonal", "scalar", "dense")
+
+
+def select(preconditioner: str | Preconditioner, depth: int | None, block_size: int, width: float) -> Preconditioner:
+    """The family called ``preconditioner``; a configured object is taken as it is.
+
+    >>> select("mixing", None, 4, 2.0)
+    Mixing(depth=16, block_size=4, width=2.0)
+    >>> select("residual", None, 4, 2.0)
+    Residual(depth=64, width=2.0)
+    """
+    if isinstance(preconditioner, Preconditioner):
+        return preconditioner
+    check_choice("preconditioner", preconditioner, NAMES)
+    if preconditioner == "mixing":
+        return Mixing(16 if depth is None else depth, block_size, width)
+    if preconditioner == "residual":
+        return Residual(64 if depth is None else depth, width)
+    return {"diagonal": Diagonal, "scalar": Scalar, "dense": Dense}[preconditioner]()

@@ -1,0 +1,76 @@
+"""The paper's simpler matrices: a scalar, a diagonal, and the dense one of its theory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lodo.preconditioners.base import Preconditioner
+
+
+@dataclass(frozen=True)
+class Scalar(Preconditioner):
+    """LODO-Global: ``G = theta I`` with one number, 1 at the start.
+
+    >>> Scalar().shape(7)
+    (1,)
+    """
+
+    def shape(self, n: int) -> tuple[int, ...]:
+        return (1,)
+
+    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+        theta.fill_(1.0)
+
+    def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
+        return theta * v
+
+    def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
+        return g.dot(m).reshape(1)
+
+
+@dataclass(frozen=True)
+class Diagonal(Preconditioner):
+    """LODO-Diagonal: ``G = diag(theta)``, ones at the start.
+
+    >>> Diagonal().shape(7)
+    (7,)
+    """
+
+    def shape(self, n: int) -> tuple[int, ...]:
+        return (n,)
+
+    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+        theta.fill_(1.0)
+
+    def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
+        return theta * v
+
+    def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
+        return g * m
+
+
+@dataclass(frozen=True)
+class Dense(Preconditioner):
+    """The full matrix of the paper's Section 4.1: ``G = theta``, the identity at the start.
+
+    It is learned entry by entry and nothing keeps it symmetric. With ``meta_optimizer="sgd"``
+    and ``beta=0`` it follows the paper's Equations 5 and 6.
+
+    >>> Dense().shape(7)
+    (7, 7)
+    """
+
+    def shape(self, n: int) -> tuple[int, ...]:
+        return (n, n)
+
+    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+        torch.eye(n, out=theta)
+
+    def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
+        return theta @ v
+
+    def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
+        return torch.outer(g, m)
