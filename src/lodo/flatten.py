@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,34 +48,32 @@ class Flat:
         shapes = [real(p.detach()).shape for p in params]
         dtype, device = compute_dtype(params), params[0].device
         self.vector = torch.zeros(count(params), dtype=dtype, device=device)
-        parts = self.vector.split([shape.numel() for shape in shapes])
+        self._array: Any = self.vector.numpy() if device.type == "cpu" else self.vector  # NumPy's calls are shorter
+        parts = torch.split(self.vector, [shape.numel() for shape in shapes])
         self.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def read_gradients(self, params: Sequence[Tensor]) -> list[bool]:
-        """Copy the gradients in, zero where there is none; tell which parameters have one."""
-        present = [p.grad is not None for p in params]
-        grads = [real(p.grad) for p in params if p.grad is not None]
-        if len(grads) < len(present):
-            torch._foreach_zero_([v for v, there in zip(self.views, present, strict=True) if not there])
-        if grads:
-            views = [v for v, there in zip(self.views, present, strict=True) if there]
-            torch._foreach_copy_(views, grads)
-        return present
+    def read_gradients(self, params: Sequence[Tensor], present: Sequence[bool]) -> float:
+        """Copy the gradients in, zero where there is none, and return their norm."""
+        views = self.views
+        if False in present:
+            torch._foreach_zero_([v for v, there in zip(views, present, strict=True) if not there])
+            views = [v for v, there in zip(views, present, strict=True) if there]
+        torch._foreach_copy_(views, [real(p.grad) for p in params if p.grad is not None])
+        return math.sqrt(self._array.dot(self._array))
 
     def only(self, chosen: Sequence[bool]) -> Tensor:
         """The vector with zeros where a parameter is not chosen; the vector itself if all are."""
-        if all(chosen):
+        if False not in chosen:
             return self.vector
-        mask = torch.zeros_like(self.vector)
-        for view, v, one in zip(mask.split([v.numel() for v in self.views]), self.views, chosen, strict=True):
-            if one:
-                view.copy_(v.reshape(-1))
-        return mask
+        kept = [v if one else torch.zeros_like(v) for v, one in zip(self.views, chosen, strict=True)]
+        return torch.cat([v.reshape(-1) for v in kept])
 
     def move(self, params: Sequence[Tensor], moving: Sequence[bool], lr: float, weight_decay: float) -> None:
         """``x <- (1 - lr * weight_decay) x - lr * vector`` for the parameters that are moving."""
-        xs = [real(p) for p, moves in zip(params, moving, strict=True) if moves]
-        steps = [v for v, moves in zip(self.views, moving, strict=True) if moves]
+        xs, steps = [real(p) for p in params], self.views
+        if False in moving:
+            xs = [x for x, moves in zip(xs, moving, strict=True) if moves]
+            steps = [v for v, moves in zip(steps, moving, strict=True) if moves]
         if weight_decay:
             torch._foreach_mul_(xs, 1 - lr * weight_decay)
         torch._foreach_add_(xs, steps, alpha=-lr)

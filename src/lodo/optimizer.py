@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+from torch.optim.optimizer import (
+    Optimizer,
+    ParamsT,
+    StateDict,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 from lodo import memory, meta
 from lodo._checks import check_choice, check_int, check_real
@@ -101,7 +107,8 @@ class LODO(Optimizer):
         self._sizes = (depth, block_size, width)
         self._default = select(preconditioner, *self._sizes)
         self._families: list[Preconditioner] = []
-        self._networks: list[_Network | None] = []
+        self._counts: list[int] = []  # n of each group
+        self._networks: list[_Network | None] = []  # drawn at the first use
         defaults = {
             "lr": lr,
             "meta_lr": meta_lr,
@@ -124,86 +131,81 @@ class LODO(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Learn from the last step, then take the next one.
 
         Args:
             closure: evaluates the model again and returns the loss; called once if given.
         """
+        watched = (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch._C._autograd._profiler_enabled()
+        )
+        return self._hooked_step(closure) if watched else self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's wrapper costs more than a small step: see _hooked_step
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = [(i, moving) for i, moving in self._read_gradients() if any(moving)]
-        for i, _ in active:
-            problem = self._problem(i)
-            if problem is not None:
-                self._refuse(problem)
-                return loss
-        for i, moving in active:
-            self._step_group(i, moving)
-        return loss
-
-    def _step_group(self, i: int, moving: list[bool]) -> None:
-        """Algorithm 1 for one group, from the moment its new gradient is known."""
-        group, net, state = self.param_groups[i], self._network(i), self._state(i)
-        theta, m, g = state["theta"], state["momentum"], net.g.vector
-        lr, beta = float(group["lr"]), group["beta"]
-
-        if state["last_lr"]:  # the last call moved x: learn from where that led
-            state["meta_step"] += 1
-            optimizer = _meta(group)
-            moments = [state[name] for name in optimizer.moments]
-            led_to = net.g.only(state["moved"])  # what did not move had no part in it
-            net.engine.learn(
-                theta, m, led_to, -state["last_lr"], optimizer, moments, state["meta_step"], group["meta_lr"]
-            )
-        m.mul_(beta).add_(g, alpha=1 - beta)
-        if lr:
-            net.s.vector.copy_(net.engine.step(theta, m))
-            net.s.move(group["params"], moving, lr, group["weight_decay"])
-        state["last_lr"], state["moved"] = lr, moving
-        state["step"] += 1
-
-    def _read_gradients(self) -> Iterator[tuple[int, list[bool]]]:
-        """Copy each group's gradient into its flat vector; tell which parameters have one."""
-        for i, group in enumerate(self.param_groups):
-            for j, p in enumerate(group["params"]):
-                if p.grad is not None and p.grad.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"LODO does not support sparse gradients, but {self._name(i, j)} has one "
-                        f"(layout {p.grad.layout}); use a dense gradient, such as sparse=False in nn.Embedding"
-                    )
-        for i, group in enumerate(self.param_groups):
-            if all(p.grad is None or not p.numel() for p in group["params"]):
-                continue  # a group without any gradient is left as it is
-            net = self._network(i)
-            yield i, net.g.read_gradients(group["params"])
-            if group["maximize"]:
-                net.g.vector.neg_()
-
-    def _problem(self, i: int) -> str | None:
-        """Why group i's gradient cannot be learned from, if it cannot."""
-        state, g = self._state(i), self._network(i).g
-        square = float(g.vector.dot(g.vector))
-        largest = torch.finfo(g.vector.dtype).max
-        if math.isfinite(square):
-            # the hypergradient is at most about lr |g| |m|, and Adam squares it
-            m = state["momentum"]
-            if state["last_lr"] ** 2 * square * float(m.dot(m)) < largest:
-                return None
-        for j, view in enumerate(g.views):
-            if not bool(torch.isfinite(view).all()):
-                return f"the gradient of {self._name(i, j)} is not finite"
-        return f"the gradient of group {i} is too large for {g.vector.dtype} (squared norm {square:.3g})"
-
-    def _refuse(self, problem: str) -> None:
-        if self.nonfinite == "raise":
+        turns = self._read_gradients()
+        problem = next(filter(None, map(self._problem, turns)), None)
+        if problem is None:
+            for turn in turns:
+                _step_group(turn)
+        elif self.nonfinite == "raise":
             raise FloatingPointError(
                 f"{problem}; nothing was changed. Pass nonfinite='skip' to skip such steps instead"
             )
-        self._state(0)["skipped"] += 1
+        else:
+            turns[0].state["skipped"] += 1
+        return loss
+
+    _hooked_step = Optimizer.profile_hook_step(_step)
+
+    def _read_gradients(self) -> list[_Turn]:
+        """Copy the gradients into flat vectors; a group without any gradient has no turn."""
+        turns = []
+        for i, group in enumerate(self.param_groups):
+            params = group["params"]
+            moving = [p.grad is not None for p in params]
+            if True not in moving or not self._counts[i]:
+                continue
+            net = self._network(i)
+            try:
+                norm = net.g.read_gradients(params, moving)
+            except RuntimeError:
+                self._check_dense(i)
+                raise
+            if group["maximize"]:
+                net.g.vector.neg_()
+            turns.append(_Turn(i, group, net, self._state(i), moving, norm))
+        return turns
+
+    def _check_dense(self, i: int) -> None:
+        for j, p in enumerate(self.param_groups[i]["params"]):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"LODO does not support sparse gradients, but {self._name(i, j)} has one "
+                    f"(layout {p.grad.layout}); use a dense gradient, such as sparse=False in nn.Embedding"
+                )
+
+    def _problem(self, turn: _Turn) -> str | None:
+        """Why this gradient cannot be learned from, if it cannot."""
+        g, state = turn.net.g, turn.state
+        # the hypergradient is at most about lr |g| |m|, and Adam squares it
+        if state["last_lr"] * state["momentum_bound"] * turn.norm < turn.net.largest and turn.norm < math.inf:
+            return None
+        for j, view in enumerate(g.views):
+            if not bool(torch.isfinite(view).all()):
+                return f"the gradient of {self._name(turn.i, j)} is not finite"
+        return f"the gradient of group {turn.i} is too large for {g.vector.dtype} (its norm is {turn.norm:.3g})"
 
     def _name(self, i: int, j: int) -> str:
         """How to call parameter j of group i in an error."""
@@ -230,6 +232,7 @@ class LODO(Optimizer):
             del self.param_groups[before]
             raise
         self._families.append(family)
+        self._counts.append(count(self.param_groups[before]["params"]))
         self._networks.append(None)
 
     def _check_params(self, i: int, family: Preconditioner) -> None:
@@ -300,7 +303,7 @@ class LODO(Optimizer):
                 f"v must be a tensor of shape ({net.n},), one number a parameter of group {group}, got {shape}"
             )
         lr = float(self.param_groups[group]["lr"])
-        return (net.engine.apply(theta, v.to(theta)) * lr).to(v)
+        return (net.engine.apply(theta, v.detach().to(theta).contiguous()) * lr).to(v)
 
     def preconditioner_matrix(self, group: int = 0) -> Tensor:
         """G as an n x n matrix, for n up to 4096.
@@ -328,13 +331,12 @@ class LODO(Optimizer):
     @property
     def skipped_steps(self) -> int:
         """How many steps ``nonfinite="skip"`` has skipped."""
-        return int(self.state.get(self.param_groups[0]["params"][0], {}).get("skipped", 0))
+        return sum(state.get("skipped", 0) for state in self.state.values())
 
     def __repr__(self) -> str:
         lines = [super().__repr__()[:-1].rstrip()]
         for i, family in enumerate(self._families):
-            n = count(self.param_groups[i]["params"])
-            lines.append(f"network {i}: n = {n:,}, {family}, memory {self._estimate(i)}")
+            lines.append(f"network {i}: n = {self._counts[i]:,}, {family}, memory {self._estimate(i)}")
         return "\n".join([*lines, ")"])
 
     # ------------------------------------------------------------ saving and loading
@@ -383,7 +385,7 @@ class LODO(Optimizer):
             for key in _ARCHITECTURE:
                 if theirs.get(key) != ours[key]:
                     raise ValueError(f"group {i} of the state has {key} = {theirs.get(key)!r}, ours is {ours[key]!r}")
-            if not count(ours["params"]):
+            if not self._counts[i]:
                 networks.append(None)
                 continue
             net = _Network(self._families[i], ours["params"], theirs["seed"], i, self.backend)
@@ -394,12 +396,43 @@ class LODO(Optimizer):
         return networks
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("backend", "nonfinite", "_sizes", "_default", "_families")
+        kept = ("backend", "nonfinite", "_sizes", "_default", "_families", "_counts")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._networks = [None] * len(self.param_groups)
+
+
+class _Turn(NamedTuple):
+    """One group's part in one call of `step`."""
+
+    i: int
+    group: dict[str, Any]
+    net: _Network
+    state: dict[str, Any]
+    moving: list[bool]  # which parameters have a gradient
+    norm: float  # of the gradient
+
+
+def _step_group(turn: _Turn) -> None:
+    """Algorithm 1 for one group, from the moment the gradient g at the new x is known."""
+    _, group, net, state, moving, norm = turn
+    theta, m, g = state["theta"], state["momentum"], net.g.vector
+    lr, last_lr, beta = float(group["lr"]), state["last_lr"], group["beta"]
+
+    if last_lr:  # the last call moved x: learn from where that led
+        optimizer = _meta(group)
+        moments = [state[name] for name in optimizer.moments]
+        led_to = net.g.only(state["moved"])  # what did not move had no part in it
+        t = state["meta_step"] = state["meta_step"] + 1
+        net.engine.learn(theta, m, led_to, -last_lr, optimizer, moments, t, group["meta_lr"])
+    net.engine.step(theta, m, g, beta, net.s.vector)  # m <- beta m + (1 - beta) g;  s <- G m
+    net.s.move(group["params"], moving, lr, group["weight_decay"])  # x <- x - lr s
+
+    state["last_lr"], state["moved"] = lr, moving
+    state["momentum_bound"] = beta * state["momentum_bound"] + (1 - beta) * norm  # >= |m|
+    state["step"] += 1
 
 
 class _Network:
@@ -411,11 +444,12 @@ class _Network:
         self._fused = family.fused(backend, params[0].device)
         self._seed = (seed, index)
         P = family.fixed(self.n, self._generator(0))
-        self.fingerprint = zlib.crc32(P.numpy())  # tells whether a state was saved with this P
+        self.fingerprint = zlib.crc32(P.numpy().data)  # tells whether a state was saved with this P
         self._device = params[0].device
         self.g, self.s = Flat(params), Flat(params)  # the gradient; the step over lr
         self._dtype = self.g.vector.dtype
-        self.engine = family.engine(self.n, P.to(self._device), backend)
+        self.largest = math.sqrt(torch.finfo(self._dtype).max)  # what can be squared
+        self.engine = family.engine(P.to(self._device), backend)
         self._tensors = len(params)
 
     def _generator(self, stream: int) -> torch.Generator:
@@ -438,6 +472,7 @@ class _Network:
             "meta_step": 0,
             "last_lr": 0.0,  # no step was taken yet
             "moved": [False] * self._tensors,
+            "momentum_bound": 0.0,
             "skipped": 0,
             "fingerprint": self.fingerprint,
             "momentum": torch.zeros_like(self.g.vector),

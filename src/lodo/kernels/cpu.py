@@ -16,9 +16,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
 import numpy as np
@@ -108,96 +107,128 @@ def _adam(B, M, V, d, Pa, c, Pb, scale, b1, c1, b2, c2, rate, root, eps):
 
 
 # ---------------------------------------------------------------- all layers
+# Hidden vectors are (T, k, L) and activations (N, T, k, L). These are inlined where they are called,
+# so that `prange` means threads in a kernel compiled for many and a plain loop in one compiled for one.
 
 
-def _up(theta, P, v, x0, x1, inputs, out):
-    """inputs[i] = P_i a_{i-1} for every layer, out = a_N, from a_0 = v; x0 and x1 are scratch."""
+@njit(inline="always")
+def _up(theta, P, v, x, y, inputs):
+    """inputs[i] = P_i a_{i-1} for every layer, from a_0 = v; returns a_N, which is x or y."""
     N, T = theta.shape[:2]
+    x.reshape(-1)[: v.size] = v
+    x.reshape(-1)[v.size :] = 0
     for i in range(N):
-        source = (v if i == 0 else x0 if i % 2 == 0 else x1).reshape(-1)
-        target = out if i == N - 1 else x1 if i % 2 == 0 else x0
+        source = (x if i % 2 == 0 else y).reshape(-1)
+        target = y if i % 2 == 0 else x
         for t in prange(T):
             _gather(source, P[i, t], inputs[i, t].reshape(-1))
             _times(theta[i, t], inputs[i, t], target[t])
+    return x if N % 2 == 0 else y
 
 
-def _down(theta, P, outputs, out):
-    """outputs[i] = c_i for every layer, out = c_0, from outputs[N-1] = c_N."""
+@njit(inline="always")
+def _up_and_down(theta, P, v, x, y, inputs, outputs, out):
+    """out = G v, with inputs as in `_up` and outputs[i] = c_i; both may be one array."""
     N, T, k, _, L = theta.shape
+    outputs[-1] = _up(theta, P, v, x, y, inputs)
     for i in range(N - 1, -1, -1):
-        target = (out if i == 0 else outputs[i - 1]).reshape(-1)
+        target = (y if i == 0 else outputs[i - 1]).reshape(-1)
         for t in prange(T):
-            x = np.empty((k, L), theta.dtype)
-            _times_transposed(theta[i, t], outputs[i, t], x)
-            _scatter(x.reshape(-1), P[i, t], target)
+            e = np.empty((k, L), theta.dtype)
+            _times_transposed(theta[i, t], outputs[i, t], e)
+            _scatter(e.reshape(-1), P[i, t], target)
+    out[:] = y.reshape(-1)[: out.size]
 
 
-def _learn_sgd(theta, P, Pa, c, Pb, w, x1, numbers):
-    """Go down from d_N = w (overwritten), updating each layer's theta on the way; x1 is scratch."""
+def _apply(theta, P, v, x, y, scratch, out):
+    """out = G v."""
+    _up_and_down(theta, P, v, x, y, scratch, scratch, out)
+
+
+def _step(theta, P, m, g, beta, x, y, Pa, c, out):
+    """m = beta m + (1 - beta) g, then out = G m, keeping the activations Pa and c."""
+    keep, take = theta.dtype.type(beta), theta.dtype.type(1 - beta)
+    for j in range(m.size):
+        m[j] = keep * m[j] + take * g[j]
+    _up_and_down(theta, P, m, x, y, Pa, c, out)
+
+
+def _learn_sgd(theta, P, g, x, y, Pa, Pb, c, scale, rate):
+    """Up with g, then down from d_N = Gt g, updating each layer's theta on the way."""
     N, T, k, _, L = theta.shape
-    scale, rate = numbers
+    real = theta.dtype.type
+    w = _up(theta, P, g, x, y, Pb)
+    z = y if N % 2 == 0 else x  # the one that w is not
     for i in range(N - 1, -1, -1):
-        d = w if (N - 1 - i) % 2 == 0 else x1
-        target = (x1 if (N - 1 - i) % 2 == 0 else w).reshape(-1)
+        d = w if (N - 1 - i) % 2 == 0 else z
+        target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
         for t in prange(T):
             if i > 0:
-                x = np.empty((k, L), theta.dtype)
-                _times_transposed(theta[i, t], d[t], x)
-                _scatter(x.reshape(-1), P[i, t], target)
-            _sgd(theta[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], scale, rate)
+                e = np.empty((k, L), theta.dtype)
+                _times_transposed(theta[i, t], d[t], e)
+                _scatter(e.reshape(-1), P[i, t], target)
+            _sgd(theta[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale), real(rate))
 
 
-def _learn_adam(theta, M, V, P, Pa, c, Pb, w, x1, numbers):
+def _learn_adam(theta, P, g, x, y, Pa, Pb, c, scale, M, V, b1, c1, b2, c2, rate, root, eps):
     """As `_learn_sgd`, with Adam and its moments M and V."""
     N, T, k, _, L = theta.shape
-    scale, b1, c1, b2, c2, rate, root, eps = numbers
+    real = theta.dtype.type
+    w = _up(theta, P, g, x, y, Pb)
+    z = y if N % 2 == 0 else x
     for i in range(N - 1, -1, -1):
-        d = w if (N - 1 - i) % 2 == 0 else x1
-        target = (x1 if (N - 1 - i) % 2 == 0 else w).reshape(-1)
+        d = w if (N - 1 - i) % 2 == 0 else z
+        target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
         for t in prange(T):
             if i > 0:
-                x = np.empty((k, L), theta.dtype)
-                _times_transposed(theta[i, t], d[t], x)
-                _scatter(x.reshape(-1), P[i, t], target)
+                e = np.empty((k, L), theta.dtype)
+                _times_transposed(theta[i, t], d[t], e)
+                _scatter(e.reshape(-1), P[i, t], target)
             _adam(
-                theta[i, t], M[i, t], V[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t],
-                scale, b1, c1, b2, c2, rate, root, eps,
+                theta[i, t], M[i, t], V[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale),
+                real(b1), real(c1), real(b2), real(c2), real(rate), real(root), real(eps),
             )  # fmt: skip
 
 
-def _compiled(function: Callable[..., None], parallel: bool) -> Callable[..., None]:
-    """``function`` compiled for one thread or for many.
+class _Kernel:
+    """A pass compiled twice, each at its first use: for one thread and for many.
 
     Numba's disk cache does not tell the two apart by itself, so each has a name of its own.
     """
-    assert isinstance(function, FunctionType)
-    name = function.__name__ + ("_parallel" if parallel else "_serial")
-    twin = FunctionType(function.__code__, function.__globals__, name)
-    twin.__qualname__, twin.__module__ = name, function.__module__
-    compiled: Callable[..., None] = njit(parallel=parallel, **_TILE)(twin)
-    return compiled
 
+    def __init__(self, function: Callable[..., None]) -> None:
+        assert isinstance(function, FunctionType)
+        self._name = function.__name__.strip("_")
+        self.serial, self._parallel = (self._compile(function, parallel) for parallel in (False, True))
 
-class _Kernels:
-    """The four passes, compiled for one thread or for many."""
+    @staticmethod
+    def _compile(function: FunctionType, parallel: bool) -> Callable[..., None]:
+        name = f"{function.__name__}_{'parallel' if parallel else 'serial'}"
+        twin = FunctionType(function.__code__, function.__globals__, name)
+        twin.__qualname__, twin.__module__ = name, function.__module__
+        compiled: Callable[..., None] = njit(parallel=parallel, **_TILE)(twin)
+        return compiled
 
-    def __init__(self, parallel: bool) -> None:
-        self.up = _compiled(_up, parallel)
-        self.down = _compiled(_down, parallel)
-        self.learn_sgd = _compiled(_learn_sgd, parallel)
-        self.learn_adam = _compiled(_learn_adam, parallel)
+    def parallel(self, *arguments: object) -> None:
+        """Run on as many threads as torch uses, leaving Numba's own setting as it was."""
+        before = numba.get_num_threads()
+        numba.set_num_threads(min(torch.get_num_threads(), _MAX_THREADS))
+        try:
+            self._parallel(*arguments)
+        finally:
+            numba.set_num_threads(before)
 
-
-_SERIAL, _PARALLEL = _Kernels(parallel=False), _Kernels(parallel=True)
-
-# ---------------------------------------------------------------- the engine
+    def announced(self, run: Callable[..., None], *arguments: object) -> None:
+        """The first call, which may have to compile."""
+        with _announced(self._name):
+            run(*arguments)
 
 
 @contextmanager
-def _announced(name: str) -> Iterator[None]:
-    """Say that ``name`` is being compiled, if that takes over two seconds."""
+def _announced(what: str) -> Iterator[None]:
+    """Say that ``what`` is being compiled, if that takes over two seconds."""
     message = "lodo: compiling %s for this machine (once; the result is kept on disk) ..."
-    timer = threading.Timer(2.0, _log.warning, (message, name))
+    timer = threading.Timer(2.0, _log.warning, (message, what))
     timer.daemon = True
     timer.start()
     try:
@@ -206,29 +237,29 @@ def _announced(name: str) -> Iterator[None]:
         timer.cancel()
 
 
+_APPLY, _STEP, _LEARN_SGD, _LEARN_ADAM = (_Kernel(function) for function in (_apply, _step, _learn_sgd, _learn_adam))
+
+# ---------------------------------------------------------------- the engine
+
+
 class FusedMixing(Engine):
     """Runs the mixing network with the fused kernels, on as many threads as torch uses."""
 
-    _compiled: ClassVar[set[tuple[str, torch.dtype]]] = set()  # what this process has compiled
-
-    def __init__(self, family: Preconditioner, P: Tensor, n: int) -> None:
+    def __init__(self, family: Preconditioner, P: Tensor) -> None:
         super().__init__(family, P)
-        self._n = n
-        self._work: _Work | None = None
-        self._kept: tuple[int, ...] | None = None  # whose activations work.Pa and work.c hold
+        self._work: _Work | None = None  # made at the first use, when theta's dtype is known
+        self._kept: tuple[int, ...] = ()  # whose activations work.Pa and work.c hold
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
-        w = self._up(theta, v, "Pb")  # Pb is scratch outside `learn`: use it on both ways
-        w.Pb[-1] = w.out
-        self._run("down", theta, w.P, w.Pb, w.out)
-        return w.result.clone()
+        w, out = self._begin(theta), torch.empty_like(v)
+        scratch = w.Pb  # free outside `learn`
+        w.run(_APPLY, w.array(theta), w.P, v.numpy(), w.x, w.y, scratch, out.numpy())
+        return out
 
-    def step(self, theta: Tensor, m: Tensor) -> Tensor:
-        w = self._up(theta, m, "Pa")
-        w.c[-1] = w.out
-        self._run("down", theta, w.P, w.c, w.out)
+    def step(self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor) -> None:
+        w = self._begin(theta)
+        w.run(_STEP, w.array(theta), w.P, w.array(m), g.numpy(), beta, w.x, w.y, w.Pa, w.c, w.array(out))
         self._kept = _identity(theta, m)
-        return w.result
 
     def learn(
         self,
@@ -242,44 +273,24 @@ class FusedMixing(Engine):
         meta_lr: float,
     ) -> None:
         if self._kept != _identity(theta, m):  # the first step after loading a state
-            self.step(theta, m)
-        self._kept = None
-        w = self._up(theta, g, "Pb")
-        numbers = tuple(map(w.out.dtype.type, (scale, *meta.coefficients(t, meta_lr))))
-        kernel = "learn_adam" if isinstance(meta, Adam) else "learn_sgd"
-        arrays = [moment.numpy() for moment in moments]
-        self._run(kernel, theta, *arrays, w.P, w.Pa, w.c, w.Pb, w.out, w.x0, numbers)
+            self._work = None
+            self.step(theta, m, m, 1.0, out=torch.empty_like(m))
+        self._kept = ()
+        w = self._begin(theta)
+        learn = _LEARN_ADAM if isinstance(meta, Adam) else _LEARN_SGD
+        rest = (*map(w.array, moments), *meta.coefficients(t, meta_lr))
+        w.run(learn, w.array(theta), w.P, g.numpy(), w.x, w.y, w.Pa, w.Pb, w.c, scale, *rest)
 
-    def _up(self, theta: Tensor, v: Tensor, inputs: str) -> _Work:
+    def _begin(self, theta: Tensor) -> _Work:
         if self._work is None:
-            self._work = _Work(theta, self.P, self._n)
-        w = self._work
-        w.input.copy_(v)
-        self._run("up", theta, w.P, w.v, w.x0, w.x1, getattr(w, inputs), w.out)
-        return w
-
-    def _run(self, name: str, theta: Tensor, *arguments: object) -> None:
-        threads = min(torch.get_num_threads(), _MAX_THREADS)
-        kernels = _PARALLEL if threads > 1 and theta.shape[1] >= PARALLEL_FROM else _SERIAL
-        call = partial(getattr(kernels, name), theta.numpy(), *arguments)
-        key = (f"{name} on {'many threads' if kernels is _PARALLEL else 'one thread'}", theta.dtype)
-        if key not in self._compiled:
-            with _announced(f"{name} for {theta.dtype}"):
-                call()
-            self._compiled.add(key)
-        elif kernels is _SERIAL:
-            call()
-        else:
-            before = numba.get_num_threads()
-            numba.set_num_threads(threads)
-            call()
-            numba.set_num_threads(before)
+            self._work = _Work(theta, self.P)
+        return self._work
 
 
 class _Work:
     """The arrays a step needs beside the state."""
 
-    def __init__(self, theta: Tensor, P: Tensor, n: int) -> None:
+    def __init__(self, theta: Tensor, P: Tensor) -> None:
         N, T, k, _, L = theta.shape
 
         def zeros(*shape: int) -> Any:
@@ -287,9 +298,28 @@ class _Work:
 
         self.P = P.numpy().view(np.uint32).reshape(N, T, k * L)  # unsigned: no negative indices
         self.Pa, self.Pb, self.c = (zeros(N, T, k, L) for _ in range(3))
-        self.v, self.x0, self.x1, self.out = (zeros(T, k, L) for _ in range(4))
-        self.input = torch.from_numpy(self.v).view(-1)[:n]  # the rest of v stays zero
-        self.result = torch.from_numpy(self.out).view(-1)[:n]
+        self.x, self.y = zeros(T, k, L), zeros(T, k, L)
+        self._large = T >= PARALLEL_FROM
+        self._compiled: set[tuple[_Kernel, bool]] = set()
+        self._arrays: dict[int, Any] = {}
+        self._tensors: list[Tensor] = []
+
+    def run(self, kernel: _Kernel, *arguments: object) -> None:
+        many = self._large and torch.get_num_threads() > 1
+        call = kernel.parallel if many else kernel.serial
+        if (kernel, many) in self._compiled:
+            call(*arguments)
+        else:
+            kernel.announced(call, *arguments)
+            self._compiled.add((kernel, many))
+
+    def array(self, x: Tensor) -> Any:
+        """A tensor that lives as long as the state, as an array made once."""
+        try:
+            return self._arrays[id(x)]
+        except KeyError:
+            self._tensors.append(x)  # so that its id is not used again
+            return self._arrays.setdefault(id(x), x.numpy())
 
 
 def _identity(theta: Tensor, m: Tensor) -> tuple[int, ...]:

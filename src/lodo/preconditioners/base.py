@@ -76,7 +76,7 @@ class Preconditioner(ABC):
         """Does the engine for this backend and device avoid storing the hypergradient?"""
         return False
 
-    def engine(self, n: int, P: Tensor, backend: str) -> Engine:
+    def engine(self, P: Tensor, backend: str) -> Engine:
         """What runs this family; a family with fused kernels returns its own."""
         return Engine(self, P)
 
@@ -84,8 +84,7 @@ class Preconditioner(ABC):
 class Engine:
     """Runs a family step after step. This one calls the family's formulas as they are.
 
-    A faster engine may keep what `step` computed for the `learn` that follows it, and writes
-    over what `step` returned at the next call.
+    A faster engine may keep what `step` computed for the `learn` that follows it.
     """
 
     def __init__(self, family: Preconditioner, P: Tensor) -> None:
@@ -96,9 +95,10 @@ class Engine:
         """``G(theta) v``, leaving no trace."""
         return self.family.apply(theta, self.P, v)
 
-    def step(self, theta: Tensor, m: Tensor) -> Tensor:
-        """``G(theta) m``, to be followed by `learn` with the same theta and m."""
-        return self.apply(theta, m)
+    def step(self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor) -> None:
+        """``m <- beta m + (1 - beta) g``, ``out <- G(theta) m``; `learn` follows with the same theta and m."""
+        m.lerp_(g, 1 - beta)
+        out.copy_(self.apply(theta, m))
 
     def learn(
         self,

@@ -126,18 +126,18 @@ class Mixing(Preconditioner):
         return self.depth * T * self.block_size * L
 
     def work_count(self, n: int, fused: bool) -> int:
-        layers = 3 * self.depth + 4 if fused else 4 * self.depth + self.block_size + 4
+        layers = 3 * self.depth + 2 if fused else 4 * self.depth + self.block_size + 4
         return layers * self.index_count(n) // self.depth
 
     def fused(self, backend: str, device: torch.device) -> bool:
         return kernels.resolve(backend, device) == "numba"
 
-    def engine(self, n: int, P: Tensor, backend: str) -> Engine:
+    def engine(self, P: Tensor, backend: str) -> Engine:
         if not self.fused(backend, P.device):
             return Engine(self, P)
         from lodo.kernels.cpu import FusedMixing
 
-        return FusedMixing(self, P, n)
+        return FusedMixing(self, P)
 
 
 def _random_orthogonal(k: int, count: int, rng: torch.Generator) -> Tensor:

@@ -26,4 +26,6 @@ def select(preconditioner: str | Preconditioner, depth: int | None, block_size: 
         return Mixing(16 if depth is None else depth, block_size, width)
     if preconditioner == "residual":
         return Residual(64 if depth is None else depth, width)
-    return {"diagonal": Diagonal, "scalar": Scalar, "dense": Dense}[preconditioner]()
+    if preconditioner == "diagonal":
+        return Diagonal()
+    return Scalar() if preconditioner == "scalar" else Dense()
