@@ -49,6 +49,7 @@ class Flat:
         dtype, device = compute_dtype(params), params[0].device
         self.vector = torch.zeros(count(params), dtype=dtype, device=device)
         self._array: Any = self.vector.numpy() if device.type == "cpu" else self.vector  # NumPy's calls are shorter
+        self._masked: Tensor | None = None
         parts = torch.split(self.vector, [shape.numel() for shape in shapes])
         self.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -65,8 +66,10 @@ class Flat:
         """The vector with zeros where a parameter is not chosen; the vector itself if all are."""
         if False not in chosen:
             return self.vector
+        if self._masked is None:
+            self._masked = torch.empty_like(self.vector)
         kept = [v if one else torch.zeros_like(v) for v, one in zip(self.views, chosen, strict=True)]
-        return torch.cat([v.reshape(-1) for v in kept])
+        return torch.cat([v.reshape(-1) for v in kept], out=self._masked)
 
     def move(self, params: Sequence[Tensor], moving: Sequence[bool], lr: float, weight_decay: float) -> None:
         """``x <- (1 - lr * weight_decay) x - lr * vector`` for the parameters that are moving."""

@@ -148,12 +148,23 @@ class LODO(Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's wrapper costs more than a small step: see _hooked_step
 
-    @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        recording = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            self._take_turns()
+        finally:
+            torch.set_grad_enabled(recording)
+        return loss
+
+    _hooked_step = Optimizer.profile_hook_step(_step)
+
+    def _take_turns(self) -> None:
+        """Check every group's gradient, then let every group step."""
         turns = self._read_gradients()
         problem = next(filter(None, map(self._problem, turns)), None)
         if problem is None:
@@ -165,9 +176,6 @@ class LODO(Optimizer):
             )
         else:
             turns[0].state["skipped"] += 1
-        return loss
-
-    _hooked_step = Optimizer.profile_hook_step(_step)
 
     def _read_gradients(self) -> list[_Turn]:
         """Copy the gradients into flat vectors; a group without any gradient has no turn."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -211,30 +210,29 @@ class _Kernel:
 
     def parallel(self, *arguments: object) -> None:
         """Run on as many threads as torch uses, leaving Numba's own setting as it was."""
-        before = numba.get_num_threads()
-        numba.set_num_threads(min(torch.get_num_threads(), _MAX_THREADS))
+        threads, before = min(torch.get_num_threads(), _MAX_THREADS), numba.get_num_threads()
+        if threads == 1:
+            return self.serial(*arguments)
+        numba.set_num_threads(threads)
         try:
-            self._parallel(*arguments)
+            return self._parallel(*arguments)
         finally:
             numba.set_num_threads(before)
 
-    def announced(self, run: Callable[..., None], *arguments: object) -> None:
-        """The first call, which may have to compile."""
-        with _announced(self._name):
-            run(*arguments)
+    def first(self, call: Callable[..., None]) -> Callable[..., None]:
+        """``call``, which may have to compile, and says so if that takes over two seconds."""
 
+        def run(*arguments: object) -> None:
+            message = "lodo: compiling %s for this machine (once; the result is kept on disk) ..."
+            timer = threading.Timer(2.0, _log.warning, (message, self._name))
+            timer.daemon = True
+            timer.start()
+            try:
+                call(*arguments)
+            finally:
+                timer.cancel()
 
-@contextmanager
-def _announced(what: str) -> Iterator[None]:
-    """Say that ``what`` is being compiled, if that takes over two seconds."""
-    message = "lodo: compiling %s for this machine (once; the result is kept on disk) ..."
-    timer = threading.Timer(2.0, _log.warning, (message, what))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+        return run
 
 
 _APPLY, _STEP, _LEARN_SGD, _LEARN_ADAM = (_Kernel(function) for function in (_apply, _step, _learn_sgd, _learn_adam))
@@ -258,7 +256,7 @@ class FusedMixing(Engine):
 
     def step(self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor) -> None:
         w = self._begin(theta)
-        w.run(_STEP, w.array(theta), w.P, w.array(m), g.numpy(), beta, w.x, w.y, w.Pa, w.c, w.array(out))
+        w.run(_STEP, w.array(theta), w.P, w.array(m), w.array(g), beta, w.x, w.y, w.Pa, w.c, w.array(out))
         self._kept = _identity(theta, m)
 
     def learn(
@@ -279,7 +277,7 @@ class FusedMixing(Engine):
         w = self._begin(theta)
         learn = _LEARN_ADAM if isinstance(meta, Adam) else _LEARN_SGD
         rest = (*map(w.array, moments), *meta.coefficients(t, meta_lr))
-        w.run(learn, w.array(theta), w.P, g.numpy(), w.x, w.y, w.Pa, w.Pb, w.c, scale, *rest)
+        w.run(learn, w.array(theta), w.P, w.array(g), w.x, w.y, w.Pa, w.Pb, w.c, scale, *rest)
 
     def _begin(self, theta: Tensor) -> _Work:
         if self._work is None:
@@ -300,18 +298,16 @@ class _Work:
         self.Pa, self.Pb, self.c = (zeros(N, T, k, L) for _ in range(3))
         self.x, self.y = zeros(T, k, L), zeros(T, k, L)
         self._large = T >= PARALLEL_FROM
-        self._compiled: set[tuple[_Kernel, bool]] = set()
+        self._ready: dict[_Kernel, Callable[..., None]] = {}  # what has been called before
         self._arrays: dict[int, Any] = {}
         self._tensors: list[Tensor] = []
 
     def run(self, kernel: _Kernel, *arguments: object) -> None:
-        many = self._large and torch.get_num_threads() > 1
-        call = kernel.parallel if many else kernel.serial
-        if (kernel, many) in self._compiled:
-            call(*arguments)
-        else:
-            kernel.announced(call, *arguments)
-            self._compiled.add((kernel, many))
+        call = self._ready.get(kernel)
+        if call is None:
+            call = self._ready[kernel] = kernel.parallel if self._large else kernel.serial
+            call = kernel.first(call)
+        call(*arguments)
 
     def array(self, x: Tensor) -> Any:
         """A tensor that lives as long as the state, as an array made once."""

@@ -34,8 +34,8 @@ class Mixing(Preconditioner):
     >>> family = Mixing(depth=16, block_size=4, width=2.0)
     >>> family.hidden(100)
     200
-    >>> family.shape(100)  # one tile of 50 blocks a layer
-    (16, 1, 4, 4, 50)
+    >>> family.shape(100)  # 50 blocks a layer, in one tile of 56 lanes
+    (16, 1, 4, 4, 56)
     """
 
     depth: int = 16
@@ -53,10 +53,14 @@ class Mixing(Preconditioner):
         return max(int(self.width * n / k) * k, -(-n // k) * k)
 
     def tiles(self, n: int) -> tuple[int, int]:
-        """How many tiles a layer has, and how many lanes each tile."""
+        """How many tiles a layer has, and how many lanes each tile.
+
+        Lanes come in eights, for vector instructions, unless there are fewer blocks than that.
+        """
         blocks = self.hidden(n) // self.block_size
         T = -(-blocks // LANES)
-        return T, -(-blocks // T)
+        L = -(-blocks // T)
+        return T, L if T == 1 and L < 8 else -(-L // 8) * 8
 
     def shape(self, n: int) -> tuple[int, ...]:
         k = self.block_size
