@@ -79,4 +79,7 @@ class Flat:
             steps = [v for v, moves in zip(steps, moving, strict=True) if moves]
         if weight_decay:
             torch._foreach_mul_(xs, 1 - lr * weight_decay)
-        torch._foreach_add_(xs, steps, alpha=-lr)
+        if len(xs) == 1:
+            xs[0].add_(steps[0], alpha=-lr)  # shorter than a list of one
+        else:
+            torch._foreach_add_(xs, steps, alpha=-lr)

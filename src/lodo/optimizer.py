@@ -25,7 +25,7 @@ from lodo import memory, meta
 from lodo._checks import check_choice, check_int, check_real
 from lodo.flatten import Flat, compute_dtype, count
 from lodo.kernels import BACKENDS, resolve
-from lodo.preconditioners import Preconditioner, select
+from lodo.preconditioners import Lesson, Preconditioner, select
 
 _ARCHITECTURE = ("preconditioner", "meta_optimizer")  # group options a loaded state must agree with
 _MATRIX_LIMIT = 4096  # the largest n whose preconditioner is written out
@@ -426,16 +426,15 @@ class _Turn(NamedTuple):
 def _step_group(turn: _Turn) -> None:
     """Algorithm 1 for one group, from the moment the gradient g at the new x is known."""
     _, group, net, state, moving, norm = turn
-    theta, m, g = state["theta"], state["momentum"], net.g.vector
-    lr, last_lr, beta = float(group["lr"]), state["last_lr"], group["beta"]
+    lr, last_lr, beta, meta_optimizer = float(group["lr"]), state["last_lr"], group["beta"], _meta(group)
 
-    if last_lr:  # the last call moved x: learn from where that led
-        optimizer = _meta(group)
-        moments = [state[name] for name in optimizer.moments]
-        led_to = net.g.only(state["moved"])  # what did not move had no part in it
-        t = state["meta_step"] = state["meta_step"] + 1
-        net.engine.learn(theta, m, led_to, -last_lr, optimizer, moments, t, group["meta_lr"])
-    net.engine.step(theta, m, g, beta, net.s.vector)  # m <- beta m + (1 - beta) g;  s <- G m
+    learning = last_lr != 0  # if the last call moved x: learn from where that led
+    t = state["meta_step"] = state["meta_step"] + learning
+    led_to = net.g.only(state["moved"])  # what did not move had no part in it
+    moments = [state[name] for name in meta_optimizer.moments]
+    lesson = Lesson(learning, led_to, -last_lr, moments, t or 1, group["meta_lr"])
+    # theta <- theta + Adam(...);  m <- beta m + (1 - beta) g;  s <- G(theta) m
+    net.engine.advance(state["theta"], state["momentum"], net.g.vector, beta, net.s.vector, meta_optimizer, lesson)
     net.s.move(group["params"], moving, lr, group["weight_decay"])  # x <- x - lr s
 
     state["last_lr"], state["moved"] = lr, moving

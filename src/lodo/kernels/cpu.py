@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from lodo.memory import huge_zeros
 from lodo.meta import Adam, MetaOptimizer
-from lodo.preconditioners.base import Engine, Preconditioner
+from lodo.preconditioners.base import Engine, Lesson, Preconditioner
 
 PARALLEL_FROM = 32  # tiles a layer from which a second thread pays
+_CHUNKS = 128  # parts of a layer that threads share; a fixed number, so that results do not depend on theirs
 
 _MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when Numba loads
 _log = logging.getLogger("lodo")
@@ -106,87 +107,99 @@ def _adam(B, M, V, d, Pa, c, Pb, scale, b1, c1, b2, c2, rate, root, eps):
 
 
 # ---------------------------------------------------------------- all layers
-# Hidden vectors are (T, k, L) and activations (N, T, k, L). These are inlined where they are called,
-# so that `prange` means threads in a kernel compiled for many and a plain loop in one compiled for one.
+# Hidden vectors are (T, k, L) and activations (N, T, k, L). The tiles of a layer are worked on in
+# chunks, each with a spare tile E[chunk] of its own; threads share the chunks.
+# `_up` and `_up_and_down` are inlined where they are called, so that `prange` means threads in a kernel
+# compiled for many and a plain loop in one compiled for one.
 
 
 @njit(inline="always")
-def _up(theta, P, v, x, y, inputs):
+def _up(theta, P, v, x, y, E, inputs):
     """inputs[i] = P_i a_{i-1} for every layer, from a_0 = v; returns a_N, which is x or y."""
-    N, T = theta.shape[:2]
+    N, T, C = theta.shape[0], theta.shape[1], E.shape[0]
     x.reshape(-1)[: v.size] = v
     x.reshape(-1)[v.size :] = 0
     for i in range(N):
         source = (x if i % 2 == 0 else y).reshape(-1)
         target = y if i % 2 == 0 else x
-        for t in prange(T):
-            _gather(source, P[i, t], inputs[i, t].reshape(-1))
-            _times(theta[i, t], inputs[i, t], target[t])
+        for chunk in prange(C):
+            for t in range(chunk * T // C, (chunk + 1) * T // C):
+                _gather(source, P[i, t], inputs[i, t].reshape(-1))
+                _times(theta[i, t], inputs[i, t], target[t])
     return x if N % 2 == 0 else y
 
 
 @njit(inline="always")
-def _up_and_down(theta, P, v, x, y, inputs, outputs, out):
+def _up_and_down(theta, P, v, x, y, E, inputs, outputs, out):
     """out = G v, with inputs as in `_up` and outputs[i] = c_i; both may be one array."""
-    N, T, k, _, L = theta.shape
-    outputs[-1] = _up(theta, P, v, x, y, inputs)
+    N, T, C = theta.shape[0], theta.shape[1], E.shape[0]
+    outputs[-1] = _up(theta, P, v, x, y, E, inputs)
     for i in range(N - 1, -1, -1):
         target = (y if i == 0 else outputs[i - 1]).reshape(-1)
-        for t in prange(T):
-            e = np.empty((k, L), theta.dtype)
-            _times_transposed(theta[i, t], outputs[i, t], e)
-            _scatter(e.reshape(-1), P[i, t], target)
+        for chunk in prange(C):
+            for t in range(chunk * T // C, (chunk + 1) * T // C):
+                _times_transposed(theta[i, t], outputs[i, t], E[chunk])
+                _scatter(E[chunk].reshape(-1), P[i, t], target)
     out[:] = y.reshape(-1)[: out.size]
 
 
-def _apply(theta, P, v, x, y, scratch, out):
-    """out = G v."""
-    _up_and_down(theta, P, v, x, y, scratch, scratch, out)
-
-
-def _step(theta, P, m, g, beta, x, y, Pa, c, out):
+@njit(inline="always")
+def _step(theta, P, m, g, beta, x, y, E, Pa, c, out):
     """m = beta m + (1 - beta) g, then out = G m, keeping the activations Pa and c."""
     keep, take = theta.dtype.type(beta), theta.dtype.type(1 - beta)
     for j in range(m.size):
         m[j] = keep * m[j] + take * g[j]
-    _up_and_down(theta, P, m, x, y, Pa, c, out)
+    _up_and_down(theta, P, m, x, y, E, Pa, c, out)
 
 
-def _learn_sgd(theta, P, g, x, y, Pa, Pb, c, scale, rate):
-    """Up with g, then down from d_N = Gt g, updating each layer's theta on the way."""
-    N, T, k, _, L = theta.shape
+def _apply(theta, P, v, x, y, E, scratch, out):
+    """out = G v."""
+    _up_and_down(theta, P, v, x, y, E, scratch, scratch, out)
+
+
+# The two that follow do a whole step: they go up with the gradient b = g the last step led to, go
+# down from d_N = Gt g, updating each layer's theta on the way, then take the next step.
+
+
+def _advance_sgd(theta, P, m, g, beta, x, y, E, Pa, Pb, c, out, learning, led_to, scale, rate):
+    N, T, C = theta.shape[0], theta.shape[1], E.shape[0]
     real = theta.dtype.type
-    w = _up(theta, P, g, x, y, Pb)
-    z = y if N % 2 == 0 else x  # the one that w is not
-    for i in range(N - 1, -1, -1):
-        d = w if (N - 1 - i) % 2 == 0 else z
-        target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
-        for t in prange(T):
-            if i > 0:
-                e = np.empty((k, L), theta.dtype)
-                _times_transposed(theta[i, t], d[t], e)
-                _scatter(e.reshape(-1), P[i, t], target)
-            _sgd(theta[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale), real(rate))
+    if learning:
+        w = _up(theta, P, led_to, x, y, E, Pb)
+        z = y if N % 2 == 0 else x  # the one that w is not
+        for i in range(N - 1, -1, -1):
+            d = w if (N - 1 - i) % 2 == 0 else z
+            target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
+            for chunk in prange(C):
+                for t in range(chunk * T // C, (chunk + 1) * T // C):
+                    if i > 0:
+                        _times_transposed(theta[i, t], d[t], E[chunk])
+                        _scatter(E[chunk].reshape(-1), P[i, t], target)
+                    _sgd(theta[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale), real(rate))
+    _step(theta, P, m, g, beta, x, y, E, Pa, c, out)
 
 
-def _learn_adam(theta, P, g, x, y, Pa, Pb, c, scale, M, V, b1, c1, b2, c2, rate, root, eps):
-    """As `_learn_sgd`, with Adam and its moments M and V."""
-    N, T, k, _, L = theta.shape
+def _advance_adam(
+    theta, P, m, g, beta, x, y, E, Pa, Pb, c, out, learning, led_to, scale, M, V, b1, c1, b2, c2, rate, root, eps
+):
+    N, T, C = theta.shape[0], theta.shape[1], E.shape[0]
     real = theta.dtype.type
-    w = _up(theta, P, g, x, y, Pb)
-    z = y if N % 2 == 0 else x
-    for i in range(N - 1, -1, -1):
-        d = w if (N - 1 - i) % 2 == 0 else z
-        target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
-        for t in prange(T):
-            if i > 0:
-                e = np.empty((k, L), theta.dtype)
-                _times_transposed(theta[i, t], d[t], e)
-                _scatter(e.reshape(-1), P[i, t], target)
-            _adam(
-                theta[i, t], M[i, t], V[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale),
-                real(b1), real(c1), real(b2), real(c2), real(rate), real(root), real(eps),
-            )  # fmt: skip
+    if learning:
+        w = _up(theta, P, led_to, x, y, E, Pb)
+        z = y if N % 2 == 0 else x
+        for i in range(N - 1, -1, -1):
+            d = w if (N - 1 - i) % 2 == 0 else z
+            target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
+            for chunk in prange(C):
+                for t in range(chunk * T // C, (chunk + 1) * T // C):
+                    if i > 0:
+                        _times_transposed(theta[i, t], d[t], E[chunk])
+                        _scatter(E[chunk].reshape(-1), P[i, t], target)
+                    _adam(
+                        theta[i, t], M[i, t], V[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale),
+                        real(b1), real(c1), real(b2), real(c2), real(rate), real(root), real(eps),
+                    )  # fmt: skip
+    _step(theta, P, m, g, beta, x, y, E, Pa, c, out)
 
 
 class _Kernel:
@@ -235,7 +248,7 @@ class _Kernel:
         return run
 
 
-_APPLY, _STEP, _LEARN_SGD, _LEARN_ADAM = (_Kernel(function) for function in (_apply, _step, _learn_sgd, _learn_adam))
+_APPLY, _ADVANCE_SGD, _ADVANCE_ADAM = _Kernel(_apply), _Kernel(_advance_sgd), _Kernel(_advance_adam)
 
 # ---------------------------------------------------------------- the engine
 
@@ -251,33 +264,23 @@ class FusedMixing(Engine):
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
         w, out = self._begin(theta), torch.empty_like(v)
         scratch = w.Pb  # free outside `learn`
-        w.run(_APPLY, w.array(theta), w.P, v.numpy(), w.x, w.y, scratch, out.numpy())
+        w.run(_APPLY, w.array(theta), w.P, v.numpy(), w.x, w.y, w.E, scratch, out.numpy())
         return out
 
-    def step(self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor) -> None:
-        w = self._begin(theta)
-        w.run(_STEP, w.array(theta), w.P, w.array(m), w.array(g), beta, w.x, w.y, w.Pa, w.c, w.array(out))
-        self._kept = _identity(theta, m)
-
-    def learn(
-        self,
-        theta: Tensor,
-        m: Tensor,
-        g: Tensor,
-        scale: float,
-        meta: MetaOptimizer,
-        moments: Sequence[Tensor],
-        t: int,
-        meta_lr: float,
+    def advance(
+        self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor, meta: MetaOptimizer, lesson: Lesson
     ) -> None:
-        if self._kept != _identity(theta, m):  # the first step after loading a state
-            self._work = None
-            self.step(theta, m, m, 1.0, out=torch.empty_like(m))
-        self._kept = ()
-        w = self._begin(theta)
-        learn = _LEARN_ADAM if isinstance(meta, Adam) else _LEARN_SGD
-        rest = (*map(w.array, moments), *meta.coefficients(t, meta_lr))
-        w.run(learn, w.array(theta), w.P, w.array(g), w.x, w.y, w.Pa, w.Pb, w.c, scale, *rest)
+        w, now = self._begin(theta), _identity(theta, m)
+        learning, led_to, scale, moments, t, meta_lr = lesson
+        if learning and self._kept != now:  # the first step after loading a state: go up and down again
+            self.advance(theta, m, m, 1.0, out, meta, lesson._replace(learning=False))
+        self._kept = now
+        array = w.array
+        w.run(
+            _ADVANCE_ADAM if isinstance(meta, Adam) else _ADVANCE_SGD,
+            array(theta), w.P, array(m), array(g), beta, w.x, w.y, w.E, w.Pa, w.Pb, w.c, array(out),
+            learning, array(led_to), scale, *map(array, moments), *meta.coefficients(t, meta_lr),
+        )  # fmt: skip
 
     def _begin(self, theta: Tensor) -> _Work:
         if self._work is None:
@@ -298,6 +301,7 @@ class _Work:
         self.Pa, self.Pb, self.c = (zeros(N, T, k, L) for _ in range(3))
         self.x, self.y = zeros(T, k, L), zeros(T, k, L)
         self._large = T >= PARALLEL_FROM
+        self.E = zeros(_CHUNKS if self._large else 1, k, L)
         self._ready: dict[_Kernel, Callable[..., None]] = {}  # what has been called before
         self._arrays: dict[int, Any] = {}
         self._tensors: list[Tensor] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,10 +81,21 @@ class Preconditioner(ABC):
         return Engine(self, P)
 
 
+class Lesson(NamedTuple):
+    """What the last step led to."""
+
+    learning: bool  # False if there was no last step
+    led_to: Tensor  # the gradient where it led, zero where nothing moved
+    scale: float  # -lr of that step: the hypergradient is scale * d(led_to . G(theta) m)/d theta
+    moments: Sequence[Tensor]  # the meta-optimizer's, changed in place
+    t: int  # counts its updates, from 1
+    meta_lr: float
+
+
 class Engine:
     """Runs a family step after step. This one calls the family's formulas as they are.
 
-    A faster engine may keep what `step` computed for the `learn` that follows it.
+    A faster engine may keep what one step computed for the lesson of the next.
     """
 
     def __init__(self, family: Preconditioner, P: Tensor) -> None:
@@ -95,22 +106,12 @@ class Engine:
         """``G(theta) v``, leaving no trace."""
         return self.family.apply(theta, self.P, v)
 
-    def step(self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor) -> None:
-        """``m <- beta m + (1 - beta) g``, ``out <- G(theta) m``; `learn` follows with the same theta and m."""
-        m.lerp_(g, 1 - beta)
-        out.copy_(self.apply(theta, m))
-
-    def learn(
-        self,
-        theta: Tensor,
-        m: Tensor,
-        g: Tensor,
-        scale: float,
-        meta: MetaOptimizer,
-        moments: Sequence[Tensor],
-        t: int,
-        meta_lr: float,
+    def advance(
+        self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor, meta: MetaOptimizer, lesson: Lesson
     ) -> None:
-        """Update theta by the hypergradient ``scale * d(g . G(theta) m)/d theta``."""
-        h = self.family.hypergradient(theta, self.P, m, g).mul_(scale)
-        meta.update(theta, h, moments, t, meta_lr)
+        """Learn theta from the last step, average g into m, and put the next step ``G(theta) m`` into ``out``."""
+        if lesson.learning:
+            h = self.family.hypergradient(theta, self.P, m, lesson.led_to).mul_(lesson.scale)
+            meta.update(theta, h, lesson.moments, lesson.t, lesson.meta_lr)
+        m.lerp_(g, 1 - beta)
+        out.copy_(self.family.apply(theta, self.P, m))
