@@ -32,7 +32,6 @@ from numba import njit, prange
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -57,7 +56,7 @@ TRIAD = 24_000_000  # numbers in each of its three arrays
 def plain_autograd(n: int) -> oracle.AutogradLODO:
     """What one would write first: differentiate the loss through the last step."""
     family, rng = Mixing(), torch.Generator().manual_seed(0)
-    G = oracle.mixing(list(family.permutations(n, rng)))
+    G = oracle.mixing(list(family.permutations(family.fixed(n, rng), n)))
     theta = torch.empty(family.shape(n))
     family.init(theta, n, rng)
     return oracle.AutogradLODO(torch.zeros(n), G, family.blocks(theta, n), lr=1e-3, meta_lr=1e-3, beta=0.9)

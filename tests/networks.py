@@ -24,7 +24,7 @@ def matrix(opt: LODO, group: int = 0) -> oracle.Matrix:
     """The oracle's G with this optimizer's permutations."""
     family, net = opt._families[group], opt._network(group)
     if isinstance(family, Mixing):
-        return oracle.mixing(list(family.permutations(net.n, net._generator(0))))
+        return oracle.mixing(list(family.permutations(net.engine.P, net.n)))
     if isinstance(family, Residual):
         return oracle.residual(list(net.engine.P.long()))
     return {Diagonal: oracle.diagonal, Scalar: oracle.scalar, Dense: oracle.dense}[type(family)]

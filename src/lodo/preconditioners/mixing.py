@@ -12,7 +12,6 @@ unused lanes: their weights are zero, and the permutations keep zeros in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -67,31 +66,29 @@ class Mixing(Preconditioner):
         T, L = self.tiles(n)
         return (self.depth, T, k, k, L)
 
-    def positions(self, n: int) -> Tensor:
-        """Where component c of block b is stored in a hidden vector, for j = b * k + c."""
-        k = self.block_size
-        L = self.tiles(n)[1]
-        j = torch.arange(self.hidden(n))
-        b, c = j // k, j % k
-        return (b // L * k + c) * L + b % L
-
-    def permutations(self, n: int, rng: torch.Generator) -> Iterator[Tensor]:
-        """P_1 to P_N, over components numbered j = b * k + c."""
-        return (torch.randperm(self.hidden(n), generator=rng) for _ in range(self.depth))
-
     def fixed(self, n: int, rng: torch.Generator) -> Tensor:
-        """The permutations in storage order; unused lanes go to themselves."""
-        position = self.positions(n)
-        hidden, T, L = self.hidden(n), *self.tiles(n)
-        size = T * self.block_size * L
-        unused = torch.ones(size, dtype=torch.bool)
-        unused[position] = False
-        P = torch.empty(self.depth, size, dtype=torch.int32)
-        for i, p in enumerate(self.permutations(n, rng)):
-            # P_1 reads the input, which is stored plainly: n numbers, then zeros.
-            P[i, position] = (p if i == 0 else position[p]).to(torch.int32)
-            P[i, unused] = (torch.arange(hidden, size) if i == 0 else unused.nonzero()[:, 0]).to(torch.int32)
+        """P_1 to P_N over stored hidden vectors, one a row; unused lanes go to themselves."""
+        k, hidden, (T, L) = self.block_size, self.hidden(n), self.tiles(n)
+        start, used = (T - 1) * k * L, hidden // k - (T - 1) * L  # of the last tile
+        last = torch.arange(start, T * k * L, dtype=torch.int32).view(k, L)
+        real, idle = last[:, :used].reshape(-1), last[:, used:].reshape(-1)
+        P = torch.empty(self.depth, T * k * L, dtype=torch.int32)
+        for i, p in enumerate(P):
+            torch.randperm(hidden, generator=rng, out=p[:hidden])
+            if i > 0:
+                late = (p[:hidden] >= start).nonzero()[:, 0]
+                p[late] = real[p[late] - start]
+            p[real] = p[start:hidden].clone()
+            # P_1 reads the input, which is stored plainly: n numbers, then zeros
+            p[idle] = idle if i > 0 else torch.arange(hidden, T * k * L, dtype=torch.int32)
         return P
+
+    def permutations(self, P: Tensor, n: int) -> Tensor:
+        """P_1 to P_N as (N, hidden), over components in natural order: component c of block b is b * k + c."""
+        k, hidden, (T, L) = self.block_size, self.hidden(n), self.tiles(n)
+        order = torch.arange(T * L * k).view(T, L, k).transpose(1, 2).reshape(-1)  # stored to natural
+        stored = torch.argsort(order)[:hidden]
+        return torch.cat([P[:1, stored], order[P[1:, stored]]]).long()
 
     def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
         """Every block a random orthogonal matrix, so that G is the identity."""

@@ -37,8 +37,8 @@ class Residual(Preconditioner):
         return (self.depth + 1, self.hidden(n))
 
     def fixed(self, n: int, rng: torch.Generator) -> Tensor:
-        draw = (torch.randperm(self.hidden(n), generator=rng) for _ in range(self.depth))
-        return torch.stack([p.to(torch.int32) for p in draw])
+        hidden = self.hidden(n)
+        return torch.stack([torch.randperm(hidden, generator=rng, dtype=torch.int32) for _ in range(self.depth)])
 
     def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
         """``w_i ~ N(0, 1/N)``, D = I."""
