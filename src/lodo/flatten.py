@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,6 @@ class Flat:
         shapes = [real(p.detach()).shape for p in params]
         dtype, device = compute_dtype(params), params[0].device
         self.vector = torch.zeros(count(params), dtype=dtype, device=device)
-        self._array: Any = self.vector.numpy() if device.type == "cpu" else self.vector  # NumPy's calls are shorter
         self._masked: Tensor | None = None
         parts = torch.split(self.vector, [shape.numel() for shape in shapes])
         self.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -60,7 +58,7 @@ class Flat:
             torch._foreach_zero_([v for v, there in zip(views, present, strict=True) if not there])
             views = [v for v, there in zip(views, present, strict=True) if there]
         torch._foreach_copy_(views, [real(p.grad) for p in params if p.grad is not None])
-        return math.sqrt(self._array.dot(self._array))
+        return math.sqrt(self.vector.dot(self.vector))
 
     def only(self, chosen: Sequence[bool]) -> Tensor:
         """The vector with zeros where a parameter is not chosen; the vector itself if all are."""

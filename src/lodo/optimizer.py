@@ -285,11 +285,15 @@ class LODO(Optimizer):
         return network
 
     def _state(self, i: int) -> dict[str, Any]:
-        """Group i's state, kept under the group's first parameter as torch's LBFGS does."""
+        """Group i's state, kept under the group's first parameter as torch's LBFGS does.
+
+        The others have an empty one, because distributed checkpoints miss a parameter without any.
+        """
         group = self.param_groups[i]
         state: dict[str, Any] = self.state[group["params"][0]]
         if not state:
             state.update(self._network(i).initial_state(_meta(group).moments))
+            self.state.update({p: {} for p in group["params"][1:]})
         return state
 
     # ------------------------------------------------------------ looking inside

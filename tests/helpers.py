@@ -1,7 +1,8 @@
-"""Hands an optimizer's network to the oracle, as blocks and permutations in natural order."""
+"""What several tests need; above all, handing an optimizer's network to the oracle."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -63,3 +64,28 @@ def quadratic(n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
         return 0.5 * x @ (H @ x)
 
     return f, H
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float64) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(shape, dtype=torch.float64).to(dtype))
+
+
+def give_gradients(params: list[torch.nn.Parameter]) -> None:
+    for p in params:
+        p.grad = torch.randn(p.shape, dtype=torch.float64).to(p.dtype)
+
+
+def snapshot(opt: LODO) -> Any:
+    """Everything that a refused call must not touch."""
+    params = [p.detach().clone() for group in opt.param_groups for p in group["params"]]
+    return params, copy.deepcopy(opt.state_dict())
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
