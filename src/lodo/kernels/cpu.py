@@ -106,92 +106,124 @@ def _adam(B, M, V, d, Pa, c, Pb, scale, b1, c1, b2, c2, rate, root, eps):
                 B[r, s, l] -= rate * m / (np.sqrt(v) * root + eps)
 
 
+@njit(cache=True, fastmath={"contract", "reassoc"})
+def _norm(v):
+    square = 0.0
+    for x in v:
+        square += np.float64(x) * np.float64(x)
+    return np.sqrt(square)
+
+
 # ---------------------------------------------------------------- all layers
-# Hidden vectors are (T, k, L) and activations (N, T, k, L). The tiles of a layer are worked on in
-# chunks, each with a spare tile E[chunk] of its own; threads share the chunks.
+# Hidden vectors are (T, k, L) and activations (N, T, k, L). Threads share the chunks of a layer: chunk j is
+# tiles chunks[j] to chunks[j + 1], and has a spare tile E[j] of its own.
 # `_up` and `_up_and_down` are inlined where they are called, so that `prange` means threads in a kernel
 # compiled for many and a plain loop in one compiled for one.
 
 
 @njit(inline="always")
-def _up(theta, P, v, x, y, E, inputs):
+def _up(theta, P, v, x, y, E, chunks, inputs):
     """inputs[i] = P_i a_{i-1} for every layer, from a_0 = v; returns a_N, which is x or y."""
-    N, T, C = theta.shape[0], theta.shape[1], E.shape[0]
+    N, C = theta.shape[0], E.shape[0]
     x.reshape(-1)[: v.size] = v
     x.reshape(-1)[v.size :] = 0
     for i in range(N):
         source = (x if i % 2 == 0 else y).reshape(-1)
         target = y if i % 2 == 0 else x
         for chunk in prange(C):
-            for t in range(chunk * T // C, (chunk + 1) * T // C):
+            for t in range(chunks[chunk], chunks[chunk + 1]):
                 _gather(source, P[i, t], inputs[i, t].reshape(-1))
                 _times(theta[i, t], inputs[i, t], target[t])
     return x if N % 2 == 0 else y
 
 
 @njit(inline="always")
-def _up_and_down(theta, P, v, x, y, E, inputs, outputs, out):
+def _up_and_down(theta, P, v, x, y, E, chunks, inputs, outputs, out):
     """out = G v, with inputs as in `_up` and outputs[i] = c_i; both may be one array."""
-    N, T, C = theta.shape[0], theta.shape[1], E.shape[0]
-    outputs[-1] = _up(theta, P, v, x, y, E, inputs)
+    N, C = theta.shape[0], E.shape[0]
+    outputs[-1] = _up(theta, P, v, x, y, E, chunks, inputs)
     for i in range(N - 1, -1, -1):
         target = (y if i == 0 else outputs[i - 1]).reshape(-1)
         for chunk in prange(C):
-            for t in range(chunk * T // C, (chunk + 1) * T // C):
+            for t in range(chunks[chunk], chunks[chunk + 1]):
                 _times_transposed(theta[i, t], outputs[i, t], E[chunk])
                 _scatter(E[chunk].reshape(-1), P[i, t], target)
     out[:] = y.reshape(-1)[: out.size]
 
 
 @njit(inline="always")
-def _step(theta, P, m, g, beta, x, y, E, Pa, c, out):
+def _step(theta, P, m, g, beta, x, y, E, chunks, Pa, c, out):
     """m = beta m + (1 - beta) g, then out = G m, keeping the activations Pa and c."""
     keep, take = theta.dtype.type(beta), theta.dtype.type(1 - beta)
     for j in range(m.size):
         m[j] = keep * m[j] + take * g[j]
-    _up_and_down(theta, P, m, x, y, E, Pa, c, out)
+    _up_and_down(theta, P, m, x, y, E, chunks, Pa, c, out)
 
 
-def _apply(theta, P, v, x, y, E, scratch, out):
+def _apply(theta, P, v, x, y, E, chunks, scratch, out):
     """out = G v."""
-    _up_and_down(theta, P, v, x, y, E, scratch, scratch, out)
+    _up_and_down(theta, P, v, x, y, E, chunks, scratch, scratch, out)
 
 
 # The two that follow do a whole step: they go up with the gradient b = g the last step led to, go
 # down from d_N = Gt g, updating each layer's theta on the way, then take the next step.
 
 
-def _advance_sgd(theta, P, m, g, beta, x, y, E, Pa, Pb, c, out, learning, led_to, scale, rate):
-    N, T, C = theta.shape[0], theta.shape[1], E.shape[0]
+def _advance_sgd(theta, P, m, g, beta, x, y, E, chunks, Pa, Pb, c, out, learning, led_to, scale, rate):
+    N, C = theta.shape[0], E.shape[0]
     real = theta.dtype.type
     if learning:
-        w = _up(theta, P, led_to, x, y, E, Pb)
+        w = _up(theta, P, led_to, x, y, E, chunks, Pb)
         z = y if N % 2 == 0 else x  # the one that w is not
         for i in range(N - 1, -1, -1):
             d = w if (N - 1 - i) % 2 == 0 else z
             target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
             for chunk in prange(C):
-                for t in range(chunk * T // C, (chunk + 1) * T // C):
+                for t in range(chunks[chunk], chunks[chunk + 1]):
                     if i > 0:
                         _times_transposed(theta[i, t], d[t], E[chunk])
                         _scatter(E[chunk].reshape(-1), P[i, t], target)
                     _sgd(theta[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale), real(rate))
-    _step(theta, P, m, g, beta, x, y, E, Pa, c, out)
+    _step(theta, P, m, g, beta, x, y, E, chunks, Pa, c, out)
 
 
 def _advance_adam(
-    theta, P, m, g, beta, x, y, E, Pa, Pb, c, out, learning, led_to, scale, M, V, b1, c1, b2, c2, rate, root, eps
+    theta,
+    P,
+    m,
+    g,
+    beta,
+    x,
+    y,
+    E,
+    chunks,
+    Pa,
+    Pb,
+    c,
+    out,
+    learning,
+    led_to,
+    scale,
+    M,
+    V,
+    b1,
+    c1,
+    b2,
+    c2,
+    rate,
+    root,
+    eps,
 ):
-    N, T, C = theta.shape[0], theta.shape[1], E.shape[0]
+    N, C = theta.shape[0], E.shape[0]
     real = theta.dtype.type
     if learning:
-        w = _up(theta, P, led_to, x, y, E, Pb)
+        w = _up(theta, P, led_to, x, y, E, chunks, Pb)
         z = y if N % 2 == 0 else x
         for i in range(N - 1, -1, -1):
             d = w if (N - 1 - i) % 2 == 0 else z
             target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
             for chunk in prange(C):
-                for t in range(chunk * T // C, (chunk + 1) * T // C):
+                for t in range(chunks[chunk], chunks[chunk + 1]):
                     if i > 0:
                         _times_transposed(theta[i, t], d[t], E[chunk])
                         _scatter(E[chunk].reshape(-1), P[i, t], target)
@@ -199,7 +231,7 @@ def _advance_adam(
                         theta[i, t], M[i, t], V[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale),
                         real(b1), real(c1), real(b2), real(c2), real(rate), real(root), real(eps),
                     )  # fmt: skip
-    _step(theta, P, m, g, beta, x, y, E, Pa, c, out)
+    _step(theta, P, m, g, beta, x, y, E, chunks, Pa, c, out)
 
 
 class _Kernel:
@@ -264,8 +296,11 @@ class FusedMixing(Engine):
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
         w, out = self._begin(theta), torch.empty_like(v)
         scratch = w.Pb  # free outside `learn`
-        w.run(_APPLY, w.array(theta), w.P, v.numpy(), w.x, w.y, w.E, scratch, out.numpy())
+        w.run(_APPLY, theta.numpy(), w.P, v.numpy(), w.x, w.y, w.E, w.chunks, scratch, out.numpy())
         return out
+
+    def norm(self, v: Tensor) -> float:
+        return float(_norm(v.numpy() if self._work is None else self._work.arrays(v)[0]))
 
     def advance(
         self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor, meta: MetaOptimizer, lesson: Lesson
@@ -273,13 +308,14 @@ class FusedMixing(Engine):
         w, now = self._begin(theta), _identity(theta, m)
         learning, led_to, scale, moments, t, meta_lr = lesson
         if learning and self._kept != now:  # the first step after loading a state: go up and down again
+            w.forget()
             self.advance(theta, m, m, 1.0, out, meta, lesson._replace(learning=False))
         self._kept = now
-        array = w.array
+        B, m_, g_, out_, led_to_, *moments_ = w.arrays(theta, m, g, out, led_to, *moments)
         w.run(
             _ADVANCE_ADAM if isinstance(meta, Adam) else _ADVANCE_SGD,
-            array(theta), w.P, array(m), array(g), beta, w.x, w.y, w.E, w.Pa, w.Pb, w.c, array(out),
-            learning, array(led_to), scale, *map(array, moments), *meta.coefficients(t, meta_lr),
+            B, w.P, m_, g_, beta, w.x, w.y, w.E, w.chunks, w.Pa, w.Pb, w.c, out_,
+            learning, led_to_, scale, *moments_, *meta.coefficients(t, meta_lr),
         )  # fmt: skip
 
     def _begin(self, theta: Tensor) -> _Work:
@@ -301,10 +337,11 @@ class _Work:
         self.Pa, self.Pb, self.c = (zeros(N, T, k, L) for _ in range(3))
         self.x, self.y = zeros(T, k, L), zeros(T, k, L)
         self._large = T >= PARALLEL_FROM
-        self.E = zeros(_CHUNKS if self._large else 1, k, L)
+        self.chunks = np.linspace(0, T, 1 + (_CHUNKS if self._large else 1)).astype(np.int64)
+        self.E = zeros(len(self.chunks) - 1, k, L)
         self._ready: dict[_Kernel, Callable[..., None]] = {}  # what has been called before
-        self._arrays: dict[int, Any] = {}
-        self._tensors: list[Tensor] = []
+        self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self._held: list[Tensor] = []
 
     def run(self, kernel: _Kernel, *arguments: object) -> None:
         call = self._ready.get(kernel)
@@ -313,13 +350,19 @@ class _Work:
             call = kernel.first(call)
         call(*arguments)
 
-    def array(self, x: Tensor) -> Any:
-        """A tensor that lives as long as the state, as an array made once."""
-        try:
-            return self._arrays[id(x)]
-        except KeyError:
-            self._tensors.append(x)  # so that its id is not used again
-            return self._arrays.setdefault(id(x), x.numpy())
+    def arrays(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The tensors of the state and the flat vectors as arrays, which are made once."""
+        key = tuple(map(id, tensors))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = tuple(x.numpy() for x in tensors)
+            self._held.extend(tensors)  # so that their ids are not used again
+        return known
+
+    def forget(self) -> None:
+        """The state has other tensors now."""
+        self._known.clear()
+        self._held.clear()
 
 
 def _identity(theta: Tensor, m: Tensor) -> tuple[int, ...]:

@@ -106,6 +106,10 @@ class Engine:
         """``G(theta) v``, leaving no trace."""
         return self.family.apply(theta, self.P, v)
 
+    def norm(self, v: Tensor) -> float:
+        """The Euclidean norm; NaN or infinite if any entry is."""
+        return float(torch.linalg.vector_norm(v, dtype=torch.float64))
+
     def advance(
         self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor, meta: MetaOptimizer, lesson: Lesson
     ) -> None:
