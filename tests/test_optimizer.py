@@ -26,6 +26,8 @@ F64 = torch.float64
         ("meta_lr", float("inf")),
         ("beta", 1.0),
         ("beta", -0.1),
+        ("beta", torch.tensor(0.5)),
+        ("lr", torch.tensor([0.1, 0.2])),
         ("weight_decay", -0.1),
         ("maximize", "yes"),
         ("preconditioner", "diag"),
@@ -121,6 +123,8 @@ def test_sparse_gradients_are_refused_by_name():
         opt.step()
     assert torch.equal(table.weight, before[0])
     assert torch.equal(dense, before[1])
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        LODO([table.weight]).step()
 
 
 # ---------------------------------------------------------------- dtypes, shapes, layouts

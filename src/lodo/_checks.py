@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
-from torch import Tensor
-
 
 def check_int(name: str, value: object, *, low: int) -> None:
     """``value`` is an integer of at least ``low``.
@@ -24,16 +22,13 @@ def check_int(name: str, value: object, *, low: int) -> None:
 def check_real(name: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
     """``value`` is a finite number in [low, high), or in (low, high) with ``open_low``.
 
-    A tensor of one element counts as a number, as it does for torch's learning rates.
-
     >>> check_real("beta", 1.0, low=0.0, high=1.0)
     Traceback (most recent call last):
     ...
     ValueError: beta must be a finite number in [0.0, 1.0), got 1.0
     """
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    ok = isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number)
-    if not ok or not (low < number if open_low else low <= number) or not number < high:  # type: ignore[operator]
+    ok = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not (low < value if open_low else low <= value) or not value < high:  # type: ignore[operator]
         bounds = f"{'(' if open_low else '['}{low}, {high})"
         raise ValueError(f"{name} must be a finite number in {bounds}, got {value!r}")
 

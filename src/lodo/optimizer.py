@@ -254,7 +254,8 @@ class LODO(Optimizer):
             return
         device = params[0].device
         resolve(self.backend, device)
-        pending = sum(self._estimate(k).total for k, net in enumerate(self._networks) if net is None)
+        fresh = (k for k in range(i) if self._counts[k] and not self.state.get(self.param_groups[k]["params"][0]))
+        pending = sum(self._estimate(k).total for k in fresh)  # what earlier groups have yet to allocate
         needed = self._estimate(i, family)
         memory.check_fits(
             needed, pending, device, f"LODO's state for group {i} ({count(params):,} parameters, {family})"
@@ -506,7 +507,8 @@ def _meta(group: dict[str, Any]) -> meta.MetaOptimizer:
 
 def _check_options(group: dict[str, Any]) -> None:
     """Each option of a group, by name."""
-    check_real("lr", group["lr"], low=0.0)
+    lr = group["lr"]
+    check_real("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr, low=0.0)
     check_real("meta_lr", group["meta_lr"], low=0.0)
     check_real("beta", group["beta"], low=0.0, high=1.0)
     check_real("weight_decay", group["weight_decay"], low=0.0)

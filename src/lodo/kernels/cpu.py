@@ -28,7 +28,7 @@ from lodo.memory import huge_zeros
 from lodo.meta import Adam, MetaOptimizer
 from lodo.preconditioners.base import Engine, Lesson, Preconditioner
 
-PARALLEL_FROM = 32  # tiles a layer from which a second thread pays
+PARALLEL_FROM = 64  # tiles a layer from which a second thread pays
 _CHUNKS = 128  # parts of a layer that threads share; a fixed number, so that results do not depend on theirs
 
 _MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when Numba loads
