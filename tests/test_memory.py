@@ -1,5 +1,9 @@
 """How much memory, and what happens when there is too little."""
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -23,9 +27,8 @@ def test_the_estimate_is_what_the_state_takes(family, meta, backend):
     assert estimate.indices == opt._network(0).engine.P.nbytes
     assert estimate.vectors == 3 * x.nbytes
     if family == "mixing" and backend == "numba":
-        work = opt._network(0).engine._work
-        arrays = (work.Pa, work.Pb, work.c, work.x, work.y)
-        assert estimate.work == sum(a.nbytes for a in arrays)
+        x, y, _, _, *activations = opt._network(0).engine._work.scratch
+        assert estimate.work == sum(a.nbytes for a in (x, y, *activations))
     assert estimate.total == sum(estimate)
 
 
@@ -65,7 +68,8 @@ def test_a_real_machine_refuses_the_impossible():
 def test_available_reads_the_container_limit(tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert memory._cgroup(tmp_path) == 600
+    (tmp_path / "memory.stat").write_text("anon 100\nactive_file 50\ninactive_file 200\n")
+    assert memory._cgroup(tmp_path) == 850  # cached files can be dropped
     (tmp_path / "memory.max").write_text("max\n")
     assert memory._cgroup(tmp_path) is None
     assert memory._cgroup(tmp_path / "nowhere") is None
@@ -77,6 +81,33 @@ def test_available_reads_the_container_limit(tmp_path):
 def test_bad_n(value):
     with pytest.raises(ValueError, match="n must be an integer >= 0"):
         memory_estimate(value)
+
+
+def test_large_arrays_are_on_huge_pages_and_private():
+    smaps = Path("/proc/self/smaps")
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not smaps.exists() or not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("needs Linux with transparent huge pages")
+    a = memory.huge_zeros((64 << 20,), torch.uint8).fill_(1)
+    start = a.data_ptr()
+    mapping = next(
+        block
+        for block in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps.read_text())
+        if block and int(block.split("-")[0], 16) <= start < int(block.split("-")[1].split()[0], 16)
+    )
+    assert " rw-p " in mapping.splitlines()[0]
+    assert int(re.search(r"AnonHugePages: +(\d+)", mapping).group(1)) > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_write_into_its_parents_state():
+    a = memory.huge_zeros((8 << 20,), torch.uint8)
+    pid = os.fork()
+    if pid == 0:
+        a.numpy()[:] = 7
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert int(a[0]) == 0
 
 
 @pytest.mark.parametrize("shape", [(3,), (2000, 1000), (5, 1024, 300)])

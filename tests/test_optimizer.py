@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,6 +84,58 @@ def test_options_of_a_group_override_the_defaults():
     assert [group["lr"] for group in opt.param_groups] == [1.0, 0.5, 1.0]
     assert [opt._state(i)["theta"].dim() for i in range(3)] == [5, 1, 1]
     assert "exp_avg" not in opt._state(2)
+
+
+@pytest.mark.parametrize("name", ["lr", "meta_lr", "beta", "weight_decay", "maximize"])
+def test_an_option_of_one_group_acts_on_that_group_alone(name):
+    """Each group moves as it would in an optimizer of its own with that option."""
+    value = {"lr": 0.3, "meta_lr": 0.05, "beta": 0.2, "weight_decay": 0.5, "maximize": True}[name]
+    a, b = parameter(6), parameter(6)
+    twin, plain = torch.nn.Parameter(b.detach().clone()), torch.nn.Parameter(b.detach().clone())
+    both = LODO([{"params": [a]}, {"params": [b], name: value}], lr=0.1)
+    alone = LODO([{"params": [parameter(6)]}, {"params": [twin]}], **{"lr": 0.1, name: value})
+    default = LODO([{"params": [parameter(6)]}, {"params": [plain]}], lr=0.1)
+    for _ in range(4):
+        give_gradients([a, b])
+        twin.grad, plain.grad = b.grad.clone(), b.grad.clone()
+        for opt in (both, alone, default):
+            opt.step()
+    assert torch.equal(b, twin)
+    assert not torch.equal(b, plain)
+
+
+@pytest.mark.parametrize("name", ["depth", "block_size", "width", "backend", "nonfinite"])
+def test_what_is_no_option_of_a_group_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is not an option of a group"):
+        LODO([{"params": [parameter(3)], name: 3}])
+
+
+def test_numbers_are_stored_as_pythons_own():
+    numbers = {"lr": np.float64(0.1), "beta": np.float32(0.5), "meta_lr": 1, "seed": np.int64(3), "weight_decay": 0}
+    group = LODO([parameter(3)], **numbers, meta_betas=[np.float64(0.9), 0]).param_groups[0]
+    assert {name: type(group[name]) for name in numbers} == dict.fromkeys(numbers, float) | {"seed": int}
+    assert group["meta_betas"] == (0.9, 0.0)
+    spellings = [Mixing(np.int64(16), 4, 2), Mixing(16, 4, 2.0)]
+    assert repr(spellings[0]) == repr(spellings[1])
+
+
+def test_a_family_that_does_not_describe_itself_is_refused():
+    class Mute(Diagonal):
+        def __repr__(self):
+            return object.__repr__(self)
+
+    with pytest.raises(ValueError, match="frozen dataclass"):
+        LODO([parameter(3)], preconditioner=Mute())
+
+
+def test_removing_a_group_is_noticed():
+    a, b = parameter(3), parameter(3)
+    opt = LODO([{"params": [a]}, {"params": [b]}])
+    give_gradients([a, b])
+    opt.step()
+    del opt.param_groups[0]
+    with pytest.raises(RuntimeError, match="1 parameter groups but 2 were added"):
+        opt.step()
 
 
 def test_each_group_draws_its_own_network():
@@ -177,6 +230,49 @@ def test_complex_parameters_are_pairs_of_reals(backend):
         opt.step()
         twin.step()
     assert torch.equal(torch.view_as_real(z), r)
+
+
+def test_conjugated_gradients():
+    z, w = (torch.nn.Parameter(torch.randn(5, dtype=torch.complex128)) for _ in range(2))
+    opt = LODO([z], lr=0.1)
+    (z.conj() * w.detach()).real.sum().backward()
+    before = z.detach().clone()
+    opt.step()
+    assert torch.allclose(before - z.detach(), 0.1 * 0.1 * w.detach())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_default_device_or_autocast_does_not_matter(family):
+    def run():
+        torch.manual_seed(2)
+        x = torch.nn.Parameter(torch.randn(20, device="cpu"))
+        x.grad = torch.randn(20, device="cpu")
+        opt = LODO([x], lr=0.01, preconditioner=family)
+        return x, opt
+
+    x, plain = run()
+    y, elsewhere = run()
+    plain.step()
+    plain.step()
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        elsewhere.step()
+        elsewhere.step()
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inference_mode_leaves_no_trace(backend):
+    x, y = parameter(20), parameter(20)
+    y.data.copy_(x.detach())
+    looked, plain = LODO([x], lr=0.1, backend=backend), LODO([y], lr=0.1, backend=backend)
+    with torch.inference_mode():
+        looked.precondition(torch.ones(20, dtype=F64))
+    for _ in range(3):
+        give_gradients([x])
+        y.grad = x.grad.clone()
+        looked.step()
+        plain.step()
+    assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -367,6 +463,25 @@ def test_skip_counts_and_continues_as_if_nothing_had_been(backend):
     assert clean.skipped_steps == 0
 
 
+def test_skip_skips_every_group():
+    a, b = parameter(4), parameter(4)
+    for order in ([a, b], [b, a]):
+        opt = LODO([{"params": [p]} for p in order], lr=0.1, nonfinite="skip")
+        give_gradients([a, b])
+        opt.step()
+        before = [p.detach().clone() for p in (a, b)]
+        give_gradients([a, b])
+        b.grad[0] = float("nan")
+        opt.step()
+        assert all(map(torch.equal, (a, b), before))
+        assert opt.skipped_steps == 1
+
+
+def test_skipping_nothing_counts_nothing():
+    clean = LODO([parameter(3)], nonfinite="skip")
+    assert clean.skipped_steps == 0
+
+
 def test_a_gradient_that_would_overflow_the_moments_is_refused_too():
     x = parameter(5, dtype=torch.float32)
     opt = LODO([x], lr=1.0)
@@ -379,6 +494,9 @@ def test_a_gradient_that_would_overflow_the_moments_is_refused_too():
     assert same(snapshot(opt), before)
     x.grad = torch.full((5,), 1e15)
     opt.step()
+    x.grad = torch.full((5,), 1e15)  # no larger than the last, but the last step was
+    with pytest.raises(FloatingPointError, match=r"lr \* \|m\| of at most"):
+        opt.step()
     assert all(torch.isfinite(v).all() for v in opt._state(0).values() if isinstance(v, torch.Tensor))
 
 
@@ -449,11 +567,15 @@ def test_looking_does_not_disturb(backend):
 
 def test_precondition_errors():
     opt = LODO([{"params": [parameter(5)]}, {"params": [parameter(2)]}])
-    with pytest.raises(ValueError, match=r"v must be a tensor of shape \(5,\).*got \(4,\)"):
+    with pytest.raises(ValueError, match=r"v must be a floating-point tensor of shape \(5,\).*got \(4,\)"):
         opt.precondition(torch.zeros(4))
     with pytest.raises(ValueError, match=r"group must be an index from 0 to 1, got 2"):
         opt.precondition(torch.zeros(5), group=2)
     assert opt.precondition(torch.zeros(2), group=1).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"floating-point tensor.*torch.int64"):
+        opt.precondition(torch.ones(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"group 1 has none"):
+        LODO([{"params": [parameter(5)]}, {"params": []}]).preconditioner_matrix(1)
     with pytest.raises(ValueError, match=r"n = 5,000.*n up to 4096"):
         LODO([parameter(5000)], preconditioner="diagonal").preconditioner_matrix()
 

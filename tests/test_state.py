@@ -115,6 +115,7 @@ def test_a_float32_state_serves_a_float64_model():
         ({"meta_optimizer": "sgd"}, [6], r"meta_optimizer = 'sgd', ours is 'adam'"),
         ({}, [7], r"momentum of shape \(7,\), but n = 6"),
         ({}, [3, 3], r"2 parameters, ours 1"),
+        ({"preconditioner": "residual"}, [6], r"preconditioner = 'Residual"),
     ],
 )
 def test_a_foreign_state_is_refused_before_anything_changes(settings, sizes, message):
@@ -129,6 +130,14 @@ def test_a_foreign_state_is_refused_before_anything_changes(settings, sizes, mes
         opt.load_state_dict(other.state_dict())
     assert same(snapshot(opt), before)
     play(opt, [x], gradients([x], 3, seed=2))  # and it still works
+
+
+def test_parameters_of_other_sizes_are_refused_even_if_they_add_up():
+    ours, theirs = [parameter(3), parameter(4)], [parameter(4), parameter(3)]
+    opt, other = LODO(ours), LODO(theirs)
+    play(other, theirs, gradients(theirs, 1))
+    with pytest.raises(ValueError, match=r"parameters of \[4, 3\] elements, ours have \[3, 4\]"):
+        opt.load_state_dict(other.state_dict())
 
 
 def test_another_number_of_groups_is_refused():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def real(x: Tensor) -> Tensor:
     """A complex tensor as a real one with a last dimension of 2; anything else as it is."""
-    return torch.view_as_real(x) if x.is_complex() else x
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def count(params: Sequence[Tensor]) -> int:

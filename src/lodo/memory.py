@@ -129,8 +129,8 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     size = prod(shape) * dtype.itemsize
     if size < _HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(tuple(shape), dtype=dtype)
-    memory = mmap.mmap(-1, size)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never shared with a forked process
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
@@ -147,9 +147,11 @@ def _meminfo() -> int | None:
 
 
 def _cgroup(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the container's limit leaves, if there is one."""
+    """What the container's limit leaves, if there is one; cached files can be dropped and do not count."""
     try:
         limit = int((root / "memory.max").read_text())  # "max" is not a number: no limit
-        return limit - int((root / "memory.current").read_text())
-    except (OSError, ValueError):
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return limit - used + int(stat["active_file"]) + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
         return None

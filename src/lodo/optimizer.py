@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, overload
 
 import numpy as np
@@ -169,6 +170,11 @@ class LODO(Optimizer):
     def _take_turns(self) -> None:
         """Read and check every group's gradient, then let every group step."""
         turns = []
+        if len(self.param_groups) != len(self._networks):
+            raise RuntimeError(
+                f"there are {len(self.param_groups)} parameter groups but {len(self._networks)} were added: "
+                "groups cannot be removed from LODO; build a new optimizer"
+            )
         for i, group in enumerate(self.param_groups):
             params = group["params"]
             moving = [p.grad is not None for p in params]
@@ -197,7 +203,11 @@ class LODO(Optimizer):
             state["skipped"] += 1
             return
         g = self._network(i).g
-        problem = f"the gradient of group {i} is too large for {g.vector.dtype} (its norm is {norm:.3g})"
+        step = state["last_lr"] * state["momentum_bound"]
+        problem = (
+            f"the gradient of group {i} is too large for {g.vector.dtype}: "
+            f"its norm is {norm:.3g}, after a step with lr * |m| of at most {step:.3g}"
+        )
         for j, view in enumerate(g.views):
             if not bool(torch.isfinite(view).all()):
                 problem = f"the gradient of {self._name(i, j)} is not finite"
@@ -228,7 +238,19 @@ class LODO(Optimizer):
         chosen = group.get("preconditioner", self._default)
         family = self._default if chosen == repr(self._default) else select(chosen, *self._sizes)
         group["preconditioner"] = repr(family)
-        _check_options({**self.defaults, **group})
+        if " at 0x" in group["preconditioner"]:
+            raise ValueError(
+                "preconditioner must have a repr that describes it, so that a saved state can be recognised, "
+                f"got {family!r}; make its class a frozen dataclass"
+            )
+        for name in sorted({"depth", "block_size", "width", "backend", "nonfinite"} & group.keys()):
+            raise ValueError(
+                f"{name} is not an option of a group (got {group[name]!r}); "
+                "give the group a configured family, such as preconditioner=Mixing(depth=8), or pass it to LODO"
+            )
+        group = {**self.defaults, **group}
+        _check_options(group)
+        group.update(_plain(group))
         before = len(self.param_groups)
         super().add_param_group(group)
         try:
@@ -278,7 +300,8 @@ class LODO(Optimizer):
         network = self._networks[i]
         if network is None:
             group = self.param_groups[i]
-            network = _Network(self._families[i], group["params"], group["seed"], i, self.backend)
+            with _lasting_tensors():
+                network = _Network(self._families[i], group["params"], group["seed"], i, self.backend)
             self._networks[i] = network
         return network
 
@@ -290,7 +313,8 @@ class LODO(Optimizer):
         group = self.param_groups[i]
         state: dict[str, Any] = self.state[group["params"][0]]
         if not state:
-            state.update(self._network(i).initial_state(_meta(group).moments))
+            with _lasting_tensors():
+                state.update(self._network(i).initial_state(_meta(group).moments))
             self.state.update({p: {} for p in group["params"][1:]})
         return state
 
@@ -307,10 +331,11 @@ class LODO(Optimizer):
         """
         self._check_group(group)
         net, theta = self._network(group), self._state(group)["theta"]
-        if not isinstance(v, Tensor) or v.shape != (net.n,):
-            shape = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
+        if not isinstance(v, Tensor) or v.shape != (net.n,) or not v.is_floating_point():
+            given = f"{tuple(v.shape)}, {v.dtype}" if isinstance(v, Tensor) else type(v).__name__
             raise ValueError(
-                f"v must be a tensor of shape ({net.n},), one number a parameter of group {group}, got {shape}"
+                f"v must be a floating-point tensor of shape ({net.n},), one number a parameter of group {group}, "
+                f"got {given}"
             )
         lr = float(self.param_groups[group]["lr"])
         return (net.engine.apply(theta, v.detach().to(theta).contiguous()) * lr).to(v)
@@ -332,11 +357,13 @@ class LODO(Optimizer):
                 "is allowed; use precondition(v) for products with G"
             )
         unit = torch.eye(n, dtype=theta.dtype, device=theta.device)
-        return torch.stack([self.precondition(e, group) for e in unit], dim=1) if n else unit
+        return torch.stack([self.precondition(e, group) for e in unit], dim=1)
 
     def _check_group(self, group: int) -> None:
         if not isinstance(group, int) or not 0 <= group < len(self.param_groups):
             raise ValueError(f"group must be an index from 0 to {len(self.param_groups) - 1}, got {group!r}")
+        if not self._counts[group]:
+            raise ValueError(f"group must be one that has parameters, and group {group} has none")
 
     @property
     def skipped_steps(self) -> int:
@@ -362,14 +389,16 @@ class LODO(Optimizer):
 
         def check(_: Optimizer, given: StateDict) -> None:
             saved.update(given)
-            networks.extend(self._networks_for(given))
+            with _lasting_tensors():
+                networks.extend(self._networks_for(given))
 
         def restore(_: Optimizer) -> None:
             self._networks = list(networks)
             for net, group, source in zip(networks, self.param_groups, saved["param_groups"], strict=True):
                 state = saved["state"].get(source["params"][0]) if net else None
                 if net and state:
-                    self.state[group["params"][0]] = {k: net.own(v) for k, v in state.items()}
+                    with _lasting_tensors():
+                        self.state[group["params"][0]] = {k: net.own(v) for k, v in state.items()}
 
         hooks = (
             self.register_load_state_dict_pre_hook(check),
@@ -414,9 +443,16 @@ class LODO(Optimizer):
         self._networks = [None] * len(self.param_groups)
 
 
+@contextmanager
+def _lasting_tensors() -> Iterator[None]:
+    """Tensors made here outlive an inference mode around the caller, and ignore a default device."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        yield
+
+
 def _step_group(group: dict[str, Any], net: _Network, state: dict[str, Any], moving: list[bool], norm: float) -> None:
     """Algorithm 1 for one group, from the moment the gradient g at the new x is known."""
-    lr, last_lr, beta, meta_optimizer = float(group["lr"]), state["last_lr"], group["beta"], _meta(group)
+    lr, last_lr, beta, meta_optimizer = float(group["lr"]), state["last_lr"], float(group["beta"]), _meta(group)
 
     learning = last_lr != 0  # if the last call moved x: learn from where that led
     t = state["meta_step"] = state["meta_step"] + learning
@@ -447,7 +483,7 @@ class _Network:
         self._dtype = self.g.vector.dtype
         self.largest = math.sqrt(torch.finfo(self._dtype).max)  # what can be squared
         self.engine = family.engine(P.to(self._device), backend)
-        self._tensors = len(params)
+        self._numels = [p.numel() for p in params]
 
     def _generator(self, stream: int) -> torch.Generator:
         """A random stream of this seed and group; 0 draws P, 1 draws theta_0."""
@@ -468,7 +504,8 @@ class _Network:
             "step": 0,
             "meta_step": 0,
             "last_lr": 0.0,  # no step was taken yet
-            "moved": [True] * self._tensors,
+            "moved": [True] * len(self._numels),
+            "numels": self._numels,
             "momentum_bound": 0.0,
             "skipped": 0,
             "fingerprint": self.fingerprint,
@@ -491,8 +528,10 @@ class _Network:
                     f"group {index} of the state has {name} of shape {found}, but n = {self.n:,} and "
                     f"{self._family} need {expected}"
                 )
-        if len(state["moved"]) != self._tensors:
-            raise ValueError(f"group {index} of the state has {len(state['moved'])} parameters, ours {self._tensors}")
+        if state["numels"] != self._numels:
+            raise ValueError(
+                f"group {index} of the state has parameters of {state['numels']} elements, ours have {self._numels}"
+            )
         if state["fingerprint"] != self.fingerprint:
             raise ValueError(
                 f"group {index} of the state was learned with other permutations than its seed gives here "
@@ -503,6 +542,13 @@ class _Network:
 def _meta(group: dict[str, Any]) -> meta.MetaOptimizer:
     b1, b2 = group["meta_betas"]
     return meta.make(group["meta_optimizer"], (b1, b2), group["meta_eps"])
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's numbers as Python's own: `torch.load(weights_only=True)` reads no others."""
+    numbers = {name: float(group[name]) for name in ("meta_lr", "beta", "weight_decay", "meta_eps")}
+    lr = group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"])
+    return {**numbers, "lr": lr, "seed": int(group["seed"]), "meta_betas": tuple(map(float, group["meta_betas"]))}
 
 
 def _check_options(group: dict[str, Any]) -> None:

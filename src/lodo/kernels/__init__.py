@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import logging
+from functools import cache
 
 import torch
 
 BACKENDS = ("auto", "reference", "numba")
 
 
+@cache
 def has_numba() -> bool:
-    """Is Numba installed?"""
-    return find_spec("numba") is not None
+    """Can Numba be used? One that is installed but does not load is reported once."""
+    try:
+        import numba  # noqa: F401  # only to see whether it loads
+    except ModuleNotFoundError:
+        return False
+    except ImportError as error:
+        logging.getLogger("lodo").warning("lodo: Numba is installed but does not load (%s)", error)
+        return False
+    return True
 
 
 def resolve(backend: str, device: torch.device) -> str:
@@ -27,7 +36,7 @@ def resolve(backend: str, device: torch.device) -> str:
         )
     if backend == "numba" and not has_numba():
         raise ValueError(
-            "backend='numba' needs Numba, which is not installed (pip install 'lodo[fast]'); "
+            "backend='numba' needs Numba, which is not installed or does not load (pip install 'lodo[fast]'); "
             "backend='auto' works without it"
         )
     if backend == "auto":

@@ -6,8 +6,8 @@ applies the meta-optimizer to it in registers, so that the hypergradient is neve
 (k, k, L) with the block index last, so every inner loop runs over contiguous lanes and vectorises,
 square roots and divisions included; k = 4 has its sums written out.
 
-`FusedMixing.step` keeps ``P_i a_{i-1}`` and ``c_i`` of the momentum for the `learn` that follows, so
-that a whole step reads theta four times and writes it once.
+A step keeps ``P_i a_{i-1}`` and ``c_i`` of the momentum for the lesson of the next, so that it reads theta four
+times and writes it once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,20 @@ _log = logging.getLogger("lodo")
 
 # ---------------------------------------------------------------- one tile
 
+
+def _can_cache() -> bool:
+    """Is there a place on disk for compiled kernels?"""
+    try:
+        njit(cache=True)(lambda: None)
+    except RuntimeError:
+        _log.warning("lodo: no writable folder for compiled kernels (set NUMBA_CACHE_DIR): compiling in every process")
+        return False
+    return True
+
+
 # "contract" and "nsz" allow fused multiply-adds and nothing else: no reordering, so that results
 # do not depend on the number of threads. The NumPy error model has no branch in a division.
-_TILE: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}, "cache": True}
+_TILE: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}, "cache": _can_cache()}
 
 
 @njit(**_TILE)
@@ -106,7 +117,7 @@ def _adam(B, M, V, d, Pa, c, Pb, scale, b1, c1, b2, c2, rate, root, eps):
                 B[r, s, l] -= rate * m / (np.sqrt(v) * root + eps)
 
 
-@njit(cache=True, fastmath={"contract", "reassoc"})
+@njit(cache=_TILE["cache"], fastmath={"contract", "reassoc"})
 def _norm(v):
     square = 0.0
     for x in v:
@@ -115,23 +126,23 @@ def _norm(v):
 
 
 # ---------------------------------------------------------------- all layers
-# Hidden vectors are (T, k, L) and activations (N, T, k, L). Threads share the chunks of a layer: chunk j is
-# tiles chunks[j] to chunks[j + 1], and has a spare tile E[j] of its own.
-# `_up` and `_up_and_down` are inlined where they are called, so that `prange` means threads in a kernel
-# compiled for many and a plain loop in one compiled for one.
+# Hidden vectors are (T, k, L), activations (N, T, k, L). Threads share the chunks of a layer: chunk j is tiles
+# chunks[j] to chunks[j + 1], and has a spare tile E[j]. x and y are hidden vectors for passing activations on.
+# These functions are inlined where they are called, so that `prange` means threads in a kernel compiled for
+# many and a plain loop in one compiled for one.
 
 
 @njit(inline="always")
-def _up(theta, P, v, x, y, E, chunks, inputs):
+def _up(theta, P, v, x, y, chunks, inputs):
     """inputs[i] = P_i a_{i-1} for every layer, from a_0 = v; returns a_N, which is x or y."""
-    N, C = theta.shape[0], E.shape[0]
+    N = theta.shape[0]
     x.reshape(-1)[: v.size] = v
     x.reshape(-1)[v.size :] = 0
     for i in range(N):
         source = (x if i % 2 == 0 else y).reshape(-1)
         target = y if i % 2 == 0 else x
-        for chunk in prange(C):
-            for t in range(chunks[chunk], chunks[chunk + 1]):
+        for j in prange(chunks.size - 1):
+            for t in range(chunks[j], chunks[j + 1]):
                 _gather(source, P[i, t], inputs[i, t].reshape(-1))
                 _times(theta[i, t], inputs[i, t], target[t])
     return x if N % 2 == 0 else y
@@ -140,98 +151,55 @@ def _up(theta, P, v, x, y, E, chunks, inputs):
 @njit(inline="always")
 def _up_and_down(theta, P, v, x, y, E, chunks, inputs, outputs, out):
     """out = G v, with inputs as in `_up` and outputs[i] = c_i; both may be one array."""
-    N, C = theta.shape[0], E.shape[0]
-    outputs[-1] = _up(theta, P, v, x, y, E, chunks, inputs)
-    for i in range(N - 1, -1, -1):
+    outputs[-1] = _up(theta, P, v, x, y, chunks, inputs)
+    for i in range(theta.shape[0] - 1, -1, -1):
         target = (y if i == 0 else outputs[i - 1]).reshape(-1)
-        for chunk in prange(C):
-            for t in range(chunks[chunk], chunks[chunk + 1]):
-                _times_transposed(theta[i, t], outputs[i, t], E[chunk])
-                _scatter(E[chunk].reshape(-1), P[i, t], target)
+        for j in prange(chunks.size - 1):
+            for t in range(chunks[j], chunks[j + 1]):
+                _times_transposed(theta[i, t], outputs[i, t], E[j])
+                _scatter(E[j].reshape(-1), P[i, t], target)
     out[:] = y.reshape(-1)[: out.size]
 
 
 @njit(inline="always")
-def _step(theta, P, m, g, beta, x, y, E, chunks, Pa, c, out):
-    """m = beta m + (1 - beta) g, then out = G m, keeping the activations Pa and c."""
-    keep, take = theta.dtype.type(beta), theta.dtype.type(1 - beta)
-    for j in range(m.size):
-        m[j] = keep * m[j] + take * g[j]
-    _up_and_down(theta, P, m, x, y, E, chunks, Pa, c, out)
-
-
-def _apply(theta, P, v, x, y, E, chunks, scratch, out):
-    """out = G v."""
-    _up_and_down(theta, P, v, x, y, E, chunks, scratch, scratch, out)
-
-
-# The two that follow do a whole step: they go up with the gradient b = g the last step led to, go
-# down from d_N = Gt g, updating each layer's theta on the way, then take the next step.
-
-
-def _advance_sgd(theta, P, m, g, beta, x, y, E, chunks, Pa, Pb, c, out, learning, led_to, scale, rate):
-    N, C = theta.shape[0], E.shape[0]
-    real = theta.dtype.type
-    if learning:
-        w = _up(theta, P, led_to, x, y, E, chunks, Pb)
-        z = y if N % 2 == 0 else x  # the one that w is not
-        for i in range(N - 1, -1, -1):
-            d = w if (N - 1 - i) % 2 == 0 else z
-            target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
-            for chunk in prange(C):
-                for t in range(chunks[chunk], chunks[chunk + 1]):
-                    if i > 0:
-                        _times_transposed(theta[i, t], d[t], E[chunk])
-                        _scatter(E[chunk].reshape(-1), P[i, t], target)
-                    _sgd(theta[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale), real(rate))
-    _step(theta, P, m, g, beta, x, y, E, chunks, Pa, c, out)
-
-
-def _advance_adam(
-    theta,
-    P,
-    m,
-    g,
-    beta,
-    x,
-    y,
-    E,
-    chunks,
-    Pa,
-    Pb,
-    c,
-    out,
-    learning,
-    led_to,
-    scale,
-    M,
-    V,
-    b1,
-    c1,
-    b2,
-    c2,
-    rate,
-    root,
-    eps,
-):
-    N, C = theta.shape[0], E.shape[0]
-    real = theta.dtype.type
-    if learning:
-        w = _up(theta, P, led_to, x, y, E, chunks, Pb)
-        z = y if N % 2 == 0 else x
-        for i in range(N - 1, -1, -1):
-            d = w if (N - 1 - i) % 2 == 0 else z
-            target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
-            for chunk in prange(C):
-                for t in range(chunks[chunk], chunks[chunk + 1]):
-                    if i > 0:
-                        _times_transposed(theta[i, t], d[t], E[chunk])
-                        _scatter(E[chunk].reshape(-1), P[i, t], target)
+def _learn(theta, P, g, x, y, E, chunks, Pa, Pb, c, scale, adam, M, V, numbers):
+    """Go up with g, then down from d_N = Gt g, updating each layer's theta on the way."""
+    N, real = theta.shape[0], theta.dtype.type
+    b1, c1, b2, c2, rate, root, eps = numbers
+    w = _up(theta, P, g, x, y, chunks, Pb)
+    z = y if N % 2 == 0 else x  # the one that w is not
+    for i in range(N - 1, -1, -1):
+        d = w if (N - 1 - i) % 2 == 0 else z
+        target = (z if (N - 1 - i) % 2 == 0 else w).reshape(-1)
+        for j in prange(chunks.size - 1):
+            for t in range(chunks[j], chunks[j + 1]):
+                if i > 0:
+                    _times_transposed(theta[i, t], d[t], E[j])
+                    _scatter(E[j].reshape(-1), P[i, t], target)
+                if adam:
                     _adam(
                         theta[i, t], M[i, t], V[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale),
                         real(b1), real(c1), real(b2), real(c2), real(rate), real(root), real(eps),
                     )  # fmt: skip
-    _step(theta, P, m, g, beta, x, y, E, chunks, Pa, c, out)
+                else:
+                    _sgd(theta[i, t], d[t], Pa[i, t], c[i, t], Pb[i, t], real(scale), real(rate))
+
+
+def _apply(theta, P, v, work, out):
+    """out = G v, leaving Pa and c as they are."""
+    x, y, E, chunks, _, Pb, _ = work
+    _up_and_down(theta, P, v, x, y, E, chunks, Pb, Pb, out)
+
+
+def _advance(theta, P, m, g, beta, work, out, learning, led_to, scale, adam, M, V, numbers):
+    """Learn from where the last step led, m = beta m + (1 - beta) g, out = G m; keep Pa and c for next time."""
+    x, y, E, chunks, Pa, Pb, c = work
+    if learning:
+        _learn(theta, P, led_to, x, y, E, chunks, Pa, Pb, c, scale, adam, M, V, numbers)
+    keep, take = theta.dtype.type(beta), theta.dtype.type(1 - beta)
+    for j in range(m.size):
+        m[j] = keep * m[j] + take * g[j]
+    _up_and_down(theta, P, m, x, y, E, chunks, Pa, c, out)
 
 
 class _Kernel:
@@ -255,9 +223,10 @@ class _Kernel:
 
     def parallel(self, *arguments: object) -> None:
         """Run on as many threads as torch uses, leaving Numba's own setting as it was."""
-        threads, before = min(torch.get_num_threads(), _MAX_THREADS), numba.get_num_threads()
+        threads = min(torch.get_num_threads(), _MAX_THREADS)
         if threads == 1:
             return self.serial(*arguments)
+        before = numba.get_num_threads()
         numba.set_num_threads(threads)
         try:
             return self._parallel(*arguments)
@@ -280,7 +249,7 @@ class _Kernel:
         return run
 
 
-_APPLY, _ADVANCE_SGD, _ADVANCE_ADAM = _Kernel(_apply), _Kernel(_advance_sgd), _Kernel(_advance_adam)
+_APPLY, _ADVANCE = _Kernel(_apply), _Kernel(_advance)
 
 # ---------------------------------------------------------------- the engine
 
@@ -295,8 +264,7 @@ class FusedMixing(Engine):
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
         w, out = self._begin(theta), torch.empty_like(v)
-        scratch = w.Pb  # free outside `learn`
-        w.run(_APPLY, theta.numpy(), w.P, v.numpy(), w.x, w.y, w.E, w.chunks, scratch, out.numpy())
+        w.run(_APPLY, theta.numpy(), w.P, v.numpy(), w.scratch, out.numpy())
         return out
 
     def norm(self, v: Tensor) -> float:
@@ -305,18 +273,18 @@ class FusedMixing(Engine):
     def advance(
         self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor, meta: MetaOptimizer, lesson: Lesson
     ) -> None:
-        w, now = self._begin(theta), _identity(theta, m)
+        w = self._begin(theta)
+        # torch counts what it writes to a tensor
+        now = theta.data_ptr(), theta._version, m.data_ptr(), m._version
         learning, led_to, scale, moments, t, meta_lr = lesson
         if learning and self._kept != now:  # the first step after loading a state: go up and down again
-            w.forget()
             self.advance(theta, m, m, 1.0, out, meta, lesson._replace(learning=False))
         self._kept = now
-        B, m_, g_, out_, led_to_, *moments_ = w.arrays(theta, m, g, out, led_to, *moments)
-        w.run(
-            _ADVANCE_ADAM if isinstance(meta, Adam) else _ADVANCE_SGD,
-            B, w.P, m_, g_, beta, w.x, w.y, w.E, w.chunks, w.Pa, w.Pb, w.c, out_,
-            learning, led_to_, scale, *moments_, *meta.coefficients(t, meta_lr),
-        )  # fmt: skip
+        adam, numbers = isinstance(meta, Adam), meta.coefficients(t, meta_lr)
+        if not adam:
+            numbers, moments = (0.0, 0.0, 0.0, 0.0, *numbers, 0.0, 0.0), (theta, theta)  # what SGD does not use
+        B, m_, g_, out_, led_to_, M, V = w.arrays(theta, m, g, out, led_to, *moments)
+        w.run(_ADVANCE, B, w.P, m_, g_, beta, w.scratch, out_, learning, led_to_, scale, adam, M, V, numbers)
 
     def _begin(self, theta: Tensor) -> _Work:
         if self._work is None:
@@ -333,15 +301,14 @@ class _Work:
         def zeros(*shape: int) -> Any:
             return huge_zeros(shape, theta.dtype).numpy()
 
-        self.P = P.numpy().view(np.uint32).reshape(N, T, k * L)  # unsigned: no negative indices
-        self.Pa, self.Pb, self.c = (zeros(N, T, k, L) for _ in range(3))
-        self.x, self.y = zeros(T, k, L), zeros(T, k, L)
         self._large = T >= PARALLEL_FROM
-        self.chunks = np.linspace(0, T, 1 + (_CHUNKS if self._large else 1)).astype(np.int64)
-        self.E = zeros(len(self.chunks) - 1, k, L)
+        self.P = P.numpy().view(np.uint32).reshape(N, T, k * L)  # unsigned: no negative indices
+        chunks = np.linspace(0, T, 1 + (_CHUNKS if self._large else 1)).astype(np.int64)
+        x, y, E = zeros(T, k, L), zeros(T, k, L), zeros(len(chunks) - 1, k, L)
+        Pa, Pb, c = (zeros(N, T, k, L) for _ in range(3))
+        self.scratch = (x, y, E, chunks, Pa, Pb, c)
         self._ready: dict[_Kernel, Callable[..., None]] = {}  # what has been called before
         self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
-        self._held: list[Tensor] = []
 
     def run(self, kernel: _Kernel, *arguments: object) -> None:
         call = self._ready.get(kernel)
@@ -351,20 +318,11 @@ class _Work:
         call(*arguments)
 
     def arrays(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """The tensors of the state and the flat vectors as arrays, which are made once."""
-        key = tuple(map(id, tensors))
+        """The tensors as arrays, made anew only when one of them is elsewhere than before."""
+        key = tuple([x.data_ptr() for x in tensors])
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = tuple(x.numpy() for x in tensors)
-            self._held.extend(tensors)  # so that their ids are not used again
+            if len(self._known) >= 8:  # a step has three such sets: these are of tensors long replaced
+                self._known.clear()
+            known = self._known[key] = tuple(x.numpy() for x in tensors)  # keeps their memory, so no address returns
         return known
-
-    def forget(self) -> None:
-        """The state has other tensors now."""
-        self._known.clear()
-        self._held.clear()
-
-
-def _identity(theta: Tensor, m: Tensor) -> tuple[int, ...]:
-    """Changes whenever torch writes to theta or m, or when either is another tensor."""
-    return theta.data_ptr(), theta._version, m.data_ptr(), m._version

@@ -58,7 +58,7 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
-        """The derivative of ``g . G(theta) m`` with respect to theta, in theta's shape."""
+        """The derivative of ``g . G(theta) m`` with respect to theta, in theta's shape: a new tensor."""
 
     def fixed(self, n: int, rng: torch.Generator) -> Tensor:
         """What is drawn once and never learned (int32, on the CPU); nothing by default."""
@@ -108,7 +108,7 @@ class Engine:
 
     def norm(self, v: Tensor) -> float:
         """The Euclidean norm; NaN or infinite if any entry is."""
-        return float(torch.linalg.vector_norm(v, dtype=torch.float64))
+        return float(torch.linalg.vector_norm(v))
 
     def advance(
         self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor, meta: MetaOptimizer, lesson: Lesson

@@ -45,6 +45,8 @@ class Mixing(Preconditioner):
         check_int("depth", self.depth, low=1)
         check_int("block_size", self.block_size, low=1)
         check_real("width", self.width, low=1.0)
+        for name, kind in (("depth", int), ("block_size", int), ("width", float)):
+            object.__setattr__(self, name, kind(getattr(self, name)))  # one spelling of each network
 
     def hidden(self, n: int) -> int:
         """The hidden width, at least n and at least one block."""
@@ -86,7 +88,7 @@ class Mixing(Preconditioner):
     def permutations(self, P: Tensor, n: int) -> Tensor:
         """P_1 to P_N as (N, hidden), over components in natural order: component c of block b is b * k + c."""
         k, hidden, (T, L) = self.block_size, self.hidden(n), self.tiles(n)
-        order = torch.arange(T * L * k).view(T, L, k).transpose(1, 2).reshape(-1)  # stored to natural
+        order = torch.arange(T * L * k, device=P.device).view(T, L, k).transpose(1, 2).reshape(-1)  # stored to natural
         stored = torch.argsort(order)[:hidden]
         return torch.cat([P[:1, stored], order[P[1:, stored]]]).long()
 

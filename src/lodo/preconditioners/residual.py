@@ -29,6 +29,8 @@ class Residual(Preconditioner):
     def __post_init__(self) -> None:
         check_int("depth", self.depth, low=1)
         check_real("width", self.width, low=1.0)
+        object.__setattr__(self, "depth", int(self.depth))  # one spelling of each network
+        object.__setattr__(self, "width", float(self.width))
 
     def hidden(self, n: int) -> int:
         return int(self.width * n)
@@ -38,7 +40,10 @@ class Residual(Preconditioner):
 
     def fixed(self, n: int, rng: torch.Generator) -> Tensor:
         hidden = self.hidden(n)
-        return torch.stack([torch.randperm(hidden, generator=rng, dtype=torch.int32) for _ in range(self.depth)])
+        P = torch.empty(self.depth, hidden, dtype=torch.int32)
+        for p in P:
+            torch.randperm(hidden, generator=rng, out=p)
+        return P
 
     def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
         """``w_i ~ N(0, 1/N)``, D = I."""

@@ -67,10 +67,11 @@ class Dense(Preconditioner):
         return (n, n)
 
     def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
-        torch.eye(n, out=theta)
+        theta.zero_().fill_diagonal_(1.0)
 
     def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
-        return theta @ v
+        with torch.autocast(theta.device.type, enabled=False):  # in theta's own precision
+            return theta @ v
 
     def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
         return torch.outer(g, m)
