@@ -111,7 +111,7 @@ def measure(n: int, repeats: int) -> dict[str, float]:
     x, y = torch.nn.Parameter(torch.zeros(n)), torch.nn.Parameter(torch.zeros(n))
     x.grad, y.grad = g, g.clone()
     lodo, adam, plain = LODO([x], lr=1e-3), torch.optim.Adam([y]), plain_autograd(n)
-    a, b, c = (huge_zeros((TRIAD,), torch.float32).numpy() for _ in range(3))
+    a, b, c = (huge_zeros((TRIAD,), torch.float32).fill_(1.0).numpy() for _ in range(3))  # written: real pages
     small = n < 10_000
     turns: dict[str, tuple[Callable[[], object], int]] = {
         "lodo": (lodo.step, 50 if small else 1),
