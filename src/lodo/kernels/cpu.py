@@ -322,7 +322,7 @@ class _Work:
         key = tuple([x.data_ptr() for x in tensors])
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= 8:  # a step has three such sets: these are of tensors long replaced
+            if len(self._known) == 3:  # more than a run needs: some are of tensors that were replaced
                 self._known.clear()
             known = self._known[key] = tuple(x.numpy() for x in tensors)  # keeps their memory, so no address returns
         return known
