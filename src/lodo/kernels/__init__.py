@@ -36,7 +36,7 @@ def resolve(backend: str, device: torch.device) -> str:
         )
     if backend == "numba" and not has_numba():
         raise ValueError(
-            "backend='numba' needs Numba, which is not installed or does not load (pip install 'lodo[fast]'); "
+            "backend='numba' needs Numba, which is not installed or does not load (pip install numba); "
             "backend='auto' works without it"
         )
     if backend == "auto":
