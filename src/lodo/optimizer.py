@@ -5,13 +5,10 @@ Liao, Dangovski, Foerster, Soljacic: "Learning to Optimize Quasi-Newton Methods"
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import (
@@ -24,8 +21,9 @@ from torch.optim.optimizer import (
 
 from lodo import memory, meta
 from lodo._checks import check_choice, check_int, check_real
-from lodo.flatten import Flat, compute_dtype, count
+from lodo.flatten import compute_dtype, count
 from lodo.kernels import BACKENDS, resolve
+from lodo.network import Network
 from lodo.preconditioners import Lesson, Preconditioner, select
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
@@ -111,7 +109,7 @@ class LODO(Optimizer):
         self._default = select(preconditioner, *self._sizes)
         self._families: list[Preconditioner] = []
         self._counts: list[int] = []  # n of each group
-        self._networks: list[_Network | None] = []  # drawn at the first use
+        self._networks: list[Network | None] = []  # drawn at the first use
         defaults = {
             "lr": lr,
             "meta_lr": meta_lr,
@@ -295,13 +293,13 @@ class LODO(Optimizer):
             device=params[0].device if params else "cpu",
         )
 
-    def _network(self, i: int) -> _Network:
+    def _network(self, i: int) -> Network:
         """Group i's network, drawn from its seed at the first use."""
         network = self._networks[i]
         if network is None:
             group = self.param_groups[i]
             with _lasting_tensors():
-                network = _Network(self._families[i], group["params"], group["seed"], i, self.backend)
+                network = Network(self._families[i], group["params"], group["seed"], i, self.backend)
             self._networks[i] = network
         return network
 
@@ -385,7 +383,7 @@ class LODO(Optimizer):
         shares its tensors with ``state_dict``. Here tensors are copied in the network's own dtype.
         """
         saved: StateDict = {}
-        networks: list[_Network | None] = []
+        networks: list[Network | None] = []
 
         def check(_: Optimizer, given: StateDict) -> None:
             saved.update(given)
@@ -410,12 +408,12 @@ class LODO(Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _networks_for(self, saved: StateDict) -> list[_Network | None]:
+    def _networks_for(self, saved: StateDict) -> list[Network | None]:
         """The networks that ``saved`` belongs to, or an error that says what differs."""
         groups = saved["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"the state has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}")
-        networks: list[_Network | None] = []
+        networks: list[Network | None] = []
         for i, (ours, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
             if len(theirs["params"]) != len(ours["params"]):
                 raise ValueError(
@@ -427,7 +425,7 @@ class LODO(Optimizer):
             if not self._counts[i]:
                 networks.append(None)
                 continue
-            net = _Network(self._families[i], ours["params"], theirs["seed"], i, self.backend)
+            net = Network(self._families[i], ours["params"], theirs["seed"], i, self.backend)
             state = saved["state"].get(theirs["params"][0])
             if state:
                 net.check_state(state, _meta(theirs).moments, i)
@@ -450,7 +448,7 @@ def _lasting_tensors() -> Iterator[None]:
         yield
 
 
-def _step_group(group: dict[str, Any], net: _Network, state: dict[str, Any], moving: list[bool], norm: float) -> None:
+def _step_group(group: dict[str, Any], net: Network, state: dict[str, Any], moving: list[bool], norm: float) -> None:
     """Algorithm 1 for one group, from the moment the gradient g at the new x is known."""
     lr, last_lr, beta, meta_optimizer = float(group["lr"]), state["last_lr"], float(group["beta"]), _meta(group)
 
@@ -466,77 +464,6 @@ def _step_group(group: dict[str, Any], net: _Network, state: dict[str, Any], mov
     state["last_lr"], state["moved"] = lr, moving
     state["momentum_bound"] = beta * state["momentum_bound"] + (1 - beta) * norm  # >= |m|
     state["step"] += 1
-
-
-class _Network:
-    """What a group's network needs at run time and no checkpoint holds."""
-
-    def __init__(self, family: Preconditioner, params: Sequence[Tensor], seed: int, index: int, backend: str) -> None:
-        self.n = count(params)
-        self._family = family
-        self._fused = family.fused(backend, params[0].device)
-        self._seed = (seed, index)
-        P = family.fixed(self.n, self._generator(0))
-        self.fingerprint = zlib.crc32(P.numpy().data)  # tells whether a state was saved with this P
-        self._device = params[0].device
-        self.g, self.s = Flat(params), Flat(params)  # the gradient; the step over lr
-        self._dtype = self.g.vector.dtype
-        self.largest = math.sqrt(torch.finfo(self._dtype).max)  # what can be squared
-        self.engine = family.engine(P.to(self._device), backend)
-        self._numels = [p.numel() for p in params]
-
-    def _generator(self, stream: int) -> torch.Generator:
-        """A random stream of this seed and group; 0 draws P, 1 draws theta_0."""
-        entropy = np.random.SeedSequence([*self._seed, stream]).generate_state(1, np.uint64)
-        return torch.Generator().manual_seed(int(entropy[0]))
-
-    def _zeros(self, shape: Sequence[int]) -> Tensor:
-        if self._fused:
-            return memory.huge_zeros(shape, self._dtype)
-        return torch.zeros(tuple(shape), dtype=self._dtype, device=self._device)
-
-    def initial_state(self, moments: Sequence[str]) -> dict[str, Any]:
-        """theta_0, zeros, and no step taken."""
-        shape = self._family.shape(self.n)
-        theta = memory.huge_zeros(shape, self._dtype)
-        self._family.init(theta, self.n, self._generator(1))
-        return {
-            "step": 0,
-            "meta_step": 0,
-            "last_lr": 0.0,  # no step was taken yet
-            "moved": [True] * len(self._numels),
-            "numels": self._numels,
-            "momentum_bound": 0.0,
-            "skipped": 0,
-            "fingerprint": self.fingerprint,
-            "momentum": torch.zeros_like(self.g.vector),
-            "theta": theta.to(self._device),
-            **{name: self._zeros(shape) for name in moments},
-        }
-
-    def own(self, value: Any) -> Any:
-        """A copy of one entry of a state, in this network's dtype and on its device."""
-        return self._zeros(value.shape).copy_(value) if isinstance(value, Tensor) else value
-
-    def check_state(self, state: dict[str, Any], moments: Sequence[str], index: int) -> None:
-        """Does a saved state belong to this network?"""
-        shape = self._family.shape(self.n)
-        for name, expected in {"momentum": (self.n,), **dict.fromkeys(("theta", *moments), shape)}.items():
-            found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
-            if found != expected:
-                raise ValueError(
-                    f"group {index} of the state has {name} of shape {found}, but n = {self.n:,} and "
-                    f"{self._family} need {expected}"
-                )
-        if state["numels"] != self._numels:
-            raise ValueError(
-                f"group {index} of the state has parameters of {state['numels']} elements, ours have {self._numels}"
-            )
-        if state["fingerprint"] != self.fingerprint:
-            raise ValueError(
-                f"group {index} of the state was learned with other permutations than its seed gives here "
-                "(another release of torch may draw them differently)"
-            )
 
 
 def _meta(group: dict[str, Any]) -> meta.MetaOptimizer:

@@ -1,0 +1,87 @@
+"""What a group's network needs at run time and no checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lodo import memory
+from lodo.flatten import Flat, count
+from lodo.preconditioners import Preconditioner
+
+
+class Network:
+    """One group's permutations, flat vectors and engine, and the state that a fresh one starts with."""
+
+    def __init__(self, family: Preconditioner, params: Sequence[Tensor], seed: int, index: int, backend: str) -> None:
+        self.n = count(params)
+        self._family = family
+        self._fused = family.fused(backend, params[0].device)
+        self._seed = (seed, index)
+        P = family.fixed(self.n, self._generator(0))
+        self.fingerprint = zlib.crc32(P.numpy().data)  # tells whether a state was saved with this P
+        self._device = params[0].device
+        self.g, self.s = Flat(params), Flat(params)  # the gradient; the step over lr
+        self._dtype = self.g.vector.dtype
+        self.largest = math.sqrt(torch.finfo(self._dtype).max)  # what can be squared
+        self.engine = family.engine(P.to(self._device), backend)
+        self._numels = [p.numel() for p in params]
+
+    def _generator(self, stream: int) -> torch.Generator:
+        """A random stream of this seed and group; 0 draws P, 1 draws theta_0."""
+        entropy = np.random.SeedSequence([*self._seed, stream]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(entropy[0]))
+
+    def _zeros(self, shape: Sequence[int]) -> Tensor:
+        if self._fused:
+            return memory.huge_zeros(shape, self._dtype)
+        return torch.zeros(tuple(shape), dtype=self._dtype, device=self._device)
+
+    def initial_state(self, moments: Sequence[str]) -> dict[str, Any]:
+        """theta_0, zeros, and no step taken."""
+        shape = self._family.shape(self.n)
+        theta = memory.huge_zeros(shape, self._dtype)
+        self._family.init(theta, self.n, self._generator(1))
+        return {
+            "step": 0,
+            "meta_step": 0,
+            "last_lr": 0.0,  # no step was taken yet
+            "moved": [True] * len(self._numels),
+            "numels": self._numels,
+            "momentum_bound": 0.0,
+            "skipped": 0,
+            "fingerprint": self.fingerprint,
+            "momentum": torch.zeros_like(self.g.vector),
+            "theta": theta.to(self._device),
+            **{name: self._zeros(shape) for name in moments},
+        }
+
+    def own(self, value: Any) -> Any:
+        """A copy of one entry of a state, in this network's dtype and on its device."""
+        return self._zeros(value.shape).copy_(value) if isinstance(value, Tensor) else value
+
+    def check_state(self, state: dict[str, Any], moments: Sequence[str], index: int) -> None:
+        """Does a saved state belong to this network?"""
+        shape = self._family.shape(self.n)
+        for name, expected in {"momentum": (self.n,), **dict.fromkeys(("theta", *moments), shape)}.items():
+            found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
+            if found != expected:
+                raise ValueError(
+                    f"group {index} of the state has {name} of shape {found}, but n = {self.n:,} and "
+                    f"{self._family} need {expected}"
+                )
+        if state["numels"] != self._numels:
+            raise ValueError(
+                f"group {index} of the state has parameters of {state['numels']} elements, ours have {self._numels}"
+            )
+        if state["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                f"group {index} of the state was learned with other permutations than its seed gives here "
+                "(another release of torch may draw them differently)"
+            )
