@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lodo import memory
+from lodo._notice import notice
 from lodo.flatten import Flat, count
 from lodo.preconditioners import Preconditioner
 
@@ -47,7 +48,8 @@ class Network:
         """theta_0, zeros, and no step taken."""
         shape = self._family.shape(self.n)
         theta = memory.huge_zeros(shape, self._dtype)
-        self._family.init(theta, self.n, self._generator(1))
+        with notice("lodo: drawing a network of %s weights ...", f"{theta.numel():,}"):
+            self._family.init(theta, self.n, self._generator(1))
         return {
             "step": 0,
             "meta_step": 0,

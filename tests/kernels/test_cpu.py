@@ -13,7 +13,7 @@ import numba
 import pytest
 import torch
 
-from lodo import LODO, kernels
+from lodo import LODO, Mixing, kernels
 from lodo.kernels import cpu
 
 
@@ -72,6 +72,13 @@ def test_a_long_compilation_says_so(caplog):
         assert caplog.text == ""
         cpu._ADVANCE.first(lambda: time.sleep(2.2))()
     assert "compiling advance" in caplog.text
+
+
+def test_drawing_a_large_network_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(Mixing, "init", lambda *_: time.sleep(2.2))
+    with caplog.at_level(logging.WARNING, logger="lodo"):
+        LODO([torch.nn.Parameter(torch.ones(5))])._state(0)
+    assert "drawing a network of" in caplog.text
 
 
 def test_the_first_call_of_a_kernel_is_the_one_that_announces(monkeypatch):

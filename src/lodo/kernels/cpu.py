@@ -13,7 +13,6 @@ times and writes it once.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from lodo._notice import notice
 from lodo.memory import huge_zeros
 from lodo.meta import Adam, MetaOptimizer
 from lodo.preconditioners.base import Engine, Lesson, Preconditioner
@@ -237,14 +237,8 @@ class _Kernel:
         """``call``, which may have to compile, and says so if that takes over two seconds."""
 
         def run(*arguments: object) -> None:
-            message = "lodo: compiling %s for this machine (once; the result is kept on disk) ..."
-            timer = threading.Timer(2.0, _log.warning, (message, self._name))
-            timer.daemon = True
-            timer.start()
-            try:
+            with notice("lodo: compiling %s for this machine (once; the result is kept on disk) ...", self._name):
                 call(*arguments)
-            finally:
-                timer.cancel()
 
         return run
 

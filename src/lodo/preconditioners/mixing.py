@@ -146,13 +146,11 @@ class Mixing(Preconditioner):
 def _random_orthogonal(k: int, count: int, rng: torch.Generator) -> Tensor:
     """``count`` uniformly random orthogonal k x k matrices, as (k, k, count) in float64.
 
-    Gram-Schmidt on Gaussian columns, each projected twice, which is enough for full precision.
+    Gram-Schmidt on Gaussian rows, each projected twice, which is enough for full precision.
     """
     q = torch.randn(k, k, count, generator=rng, dtype=torch.float64)
-    for c in range(k):
-        v = q[:, c]
-        for _ in range(2 if c else 0):
-            before = q[:, :c]
-            v -= (before * (before * v.unsqueeze(1)).sum(0)).sum(1)
-        v /= v.norm(dim=0)
+    for r, v in enumerate(q):
+        for before in [*q[:r], *q[:r]]:
+            v.sub_(before * (before * v).sum(0))
+        v.div_(v.square().sum(0).sqrt_())
     return q
