@@ -86,7 +86,7 @@ def timed(call: Callable[[], object], times: int) -> float:
 def kernel_clock(lodo: LODO) -> Iterator[list[float]]:
     """Collects the seconds that ``lodo`` spends inside its compiled kernels."""
     spent: list[float] = []
-    ready = lodo._network(0).engine._work._ready  # type: ignore[attr-defined]
+    ready = lodo._network(0).engine._work._ready  # type: ignore[attr-defined]  # it is a FusedMixing
     before = dict(ready)
 
     def clocked(call: Callable[..., None]) -> Callable[..., None]:
