@@ -1,0 +1,189 @@
+"""Every optimizer by name: the paper's, torch's and pytorch_optimizer's."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import pytorch_optimizer
+import torch
+from torch.optim import Optimizer
+
+from lodo import LODO
+from lodo.lab.baselines import keras
+from lodo.lab.baselines.frozen import FrozenLODO
+from lodo.lab.baselines.lbfgs import StochasticLBFGS
+from lodo.lab.baselines.second_order import BFGS, LevenbergMarquardt, Newton
+from lodo.lab.tasks import Task
+
+__all__ = ["BASELINES", "Baseline", "Choice", "build", "needs_graph", "paper_hyperparameters", "parse"]
+
+LINEAR, LOGLINEAR, QUADRATIC = "O(n)", "O(n log n)", ">= O(n^2)"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """An optimizer of the paper: how tables call it, what a step costs, and how it is made."""
+
+    label: str
+    cost: str
+    make: Callable[..., Optimizer]  # (task, seed, **hyperparameters)
+
+
+def _plain(make: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
+    return lambda task, seed, **options: make(task.params, **fixed, **options)
+
+
+def _seeded(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    return lambda task, seed, **options: make(task.params, **{"seed": seed, **options})
+
+
+def _knowing_the_hessian(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    return lambda task, seed, **options: make(task.params, task.hessian, **options)
+
+
+BASELINES: dict[str, Baseline] = {
+    "adam": Baseline("Adam", LINEAR, _plain(keras.adam)),
+    "momentum": Baseline("Momentum", LINEAR, _plain(keras.momentum)),
+    "rmsprop": Baseline("RMSprop", LINEAR, _plain(keras.RMSprop)),
+    "yogi": Baseline("Yogi", LINEAR, _plain(keras.yogi)),
+    "lars": Baseline("LARS", LINEAR, _plain(keras.lars)),
+    "lbfgs": Baseline("L-BFGS", LINEAR, _plain(StochasticLBFGS, scaling="newest")),
+    "lbfgs_slip": Baseline("L-BFGS (authors' slip)", LINEAR, _plain(StochasticLBFGS, scaling="slip")),
+    "olbfgs": Baseline("O-LBFGS", LINEAR, _plain(StochasticLBFGS, scaling="mean")),
+    "lodo": Baseline("LODO", LOGLINEAR, _seeded(LODO)),
+    "lodo_frozen": Baseline("LODO, frozen", LOGLINEAR, _seeded(FrozenLODO)),
+    "bfgs": Baseline("BFGS", QUADRATIC, _plain(BFGS)),
+    "lm": Baseline("Levenberg-Marquardt", QUADRATIC, _knowing_the_hessian(LevenbergMarquardt)),
+    "newton": Baseline("Newton", QUADRATIC, _knowing_the_hessian(Newton)),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An optimizer as the user named it, with the options that differ from the task's defaults."""
+
+    optimizer: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """How tables and figures call it."""
+        known = BASELINES.get(self.optimizer)
+        name = known.label if known else self.optimizer.rpartition(".")[2]
+        given = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        return f"{name} ({given})" if given else name
+
+
+def parse(text: str) -> list[Choice]:
+    """Optimizers as written on the command line: names, or calls with options.
+
+    >>> parse("lodo, lodo(beta=0.5), torch.AdamW(lr=0.1, betas=(0.9, 0.99))")[1].label
+    'LODO (beta=0.5)'
+    """
+    try:
+        tree = ast.parse(f"({text},)", mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"optimizers must be names or calls such as adam, lodo(beta=0.5), got {text!r}") from error
+    assert isinstance(tree, ast.Tuple)
+    return [_choice(node) for node in tree.elts]
+
+
+def _choice(node: ast.expr) -> Choice:
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    name = ast.unparse(call.func)
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError(f"optimizers take options by name, such as {name}(lr=0.1), got {ast.unparse(node)!r}")
+    options = {}
+    for keyword in call.keywords:
+        try:
+            options[str(keyword.arg)] = ast.literal_eval(keyword.value)
+        except ValueError as error:
+            raise ValueError(
+                f"{keyword.arg} of {name} must be a number, text, True, False, None or a tuple of those, "
+                f"got {ast.unparse(keyword.value)!r}"
+            ) from error
+    return Choice(resolve(name), options)
+
+
+def resolve(name: str) -> str:
+    """The full name of an optimizer; case does not matter.
+
+    >>> resolve("Adam"), resolve("AdamW"), resolve("lion")
+    ('adam', 'torch.AdamW', 'pytorch_optimizer.lion')
+    """
+    library, _, short = name.rpartition(".")
+    if not library and short.lower() in BASELINES:
+        return short.lower()
+    if library in ("", "torch", "torch.optim") and short.lower() in _of_torch():
+        return f"torch.{_of_torch()[short.lower()]}"
+    if library in ("", "pytorch_optimizer") and short.lower() in _of_pytorch_optimizer():
+        return f"pytorch_optimizer.{short.lower()}"
+    known = [*BASELINES, *_of_torch(), *_of_pytorch_optimizer()]
+    near = difflib.get_close_matches(short.lower(), known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(
+        f"optimizers must be among {', '.join(BASELINES)}, or an optimizer of torch.optim or pytorch_optimizer, "
+        f"got {name!r}{hint}"
+    )
+
+
+@functools.cache
+def _of_torch() -> dict[str, str]:
+    every = vars(torch.optim).items()
+    return {
+        name.lower(): name
+        for name, kind in every
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+
+
+@functools.cache
+def _of_pytorch_optimizer() -> frozenset[str]:
+    return frozenset(pytorch_optimizer.get_supported_optimizers())
+
+
+def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optimizer:
+    """The optimizer of a task's parameters, by its full name.
+
+    >>> from lodo.lab.tasks import make_task
+    >>> build("torch.SGD", make_task("rosenbrock", {}, 0), 0, {"lr": 0.1}).defaults["lr"]
+    0.1
+    """
+    try:
+        if name in BASELINES:
+            return BASELINES[name].make(task, seed, **options)
+        library, _, short = name.partition(".")
+        kind = getattr(torch.optim, short) if library == "torch" else pytorch_optimizer.load_optimizer(short)
+        made: Optimizer = kind(task.params, **options)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error
+    return made
+
+
+def needs_graph(optimizer: Optimizer) -> bool:
+    """Whether it differentiates the gradient again, as pytorch_optimizer's AdaHessian and SophiaH do."""
+    return type(optimizer).__name__ in ("AdaHessian", "SophiaH")
+
+
+@functools.cache
+def _paper() -> dict[str, dict[str, dict[str, float]]]:
+    text = resources.files("lodo.lab").joinpath("paper.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def paper_hyperparameters(task: str, optimizer: str) -> dict[str, float]:
+    """The paper's tuned values, or nothing where it gives none.
+
+    >>> paper_hyperparameters("bowl", "adam")
+    {'lr': 1.164, 'beta1': 0.465, 'beta2': 0.9884}
+    >>> paper_hyperparameters("bowl", "torch.AdamW")
+    {}
+    """
+    return dict(_paper().get(task, {}).get(optimizer, {}))

@@ -1,0 +1,66 @@
+"""Optimizers that see all parameters as one vector."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+Closure = Callable[[], float]
+
+
+class VectorOptimizer(Optimizer):
+    """One vector x over all parameters of one group; a subclass writes `displacement`."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        if len(self.param_groups) != 1:
+            raise ValueError(
+                f"params must be one group for {type(self).__name__}, which has one matrix for all parameters, "
+                f"got {len(self.param_groups)} groups"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+        """Take one step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        g = self.gradient()
+        s = self.displacement(g)
+        at = 0
+        for p in self.params:
+            p.add_(s[at : at + p.numel()].view_as(p))
+            at += p.numel()
+        self.after(s, g, closure)
+        return loss
+
+    @abstractmethod
+    def displacement(self, g: Tensor) -> Tensor:
+        """How far to move, given the gradient."""
+
+    def after(self, s: Tensor, g: Tensor, closure: Closure | None) -> None:
+        """Learn from the step ``s`` taken at gradient ``g``."""
+        return
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters, in order."""
+        params: list[Tensor] = self.param_groups[0]["params"]
+        return params
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What is remembered from step to step, under the first parameter."""
+        memory: dict[str, Any] = self.state[self.params[0]]
+        return memory
+
+    def gradient(self) -> Tensor:
+        """All gradients as one vector; a missing one is zero."""
+        return torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.view(-1) for p in self.params])

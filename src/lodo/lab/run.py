@@ -1,0 +1,343 @@
+"""One run: task x optimizer x hyperparameters x seed -> a curve on disk, resumable.
+
+A run is one Parquet file, named after its settings, with them and its outcome in the file's metadata. It is
+written when the run ends, so a file that is there and whole is a finished run; until then there is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import math
+import platform
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from lodo._checks import check_int, check_real
+from lodo.lab.baselines import build, needs_graph
+from lodo.lab.files import read_checked, remove_leftovers, write_atomically, write_checked
+from lodo.lab.tasks import TASKS, make_task
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # part of every run's address: raise it when the same settings begin to mean another curve
+_BREATH = 0.25  # seconds between looks at the clock for progress, checkpoints and time limits
+_COLUMNS = ("evaluations", "seconds", "loss", "repeat_loss")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What determines a run.
+
+    Args:
+        task: its name, as in `lodo.lab.tasks.TASKS`.
+        optimizer: its full name, as `lodo.lab.baselines.resolve` gives it.
+        seed: draws everything random.
+        evaluations: ends the run after that many evaluations of a loss and its gradient (the paper's "steps").
+        seconds: ends it after that much training time. The earlier of the two counts.
+        task_options: what differs from the task's defaults.
+        options: the optimizer's hyperparameters.
+        track_every: steps between measurements of tracked quantities; 0 for none.
+
+    Example:
+        >>> run = Run("rosenbrock", "torch.SGD", seed=0, evaluations=100, options={"lr": 0.1})
+        >>> run.name
+        'rosenbrock-torch.SGD-0-cc5c3c4d8d8c'
+    """
+
+    task: str
+    optimizer: str
+    seed: int
+    evaluations: int | None
+    seconds: float | None = None
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    track_every: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("seed", self.seed, low=0)
+        check_int("track_every", self.track_every, low=0)
+        if self.evaluations is not None:
+            check_int("evaluations", self.evaluations, low=1)
+        if self.seconds is not None:
+            check_real("seconds", self.seconds, low=0.0, open_low=True)
+        if self.evaluations is None and self.seconds is None:
+            raise ValueError("evaluations or seconds must be given, got None for both: the run would never end")
+
+    @cached_property
+    def settings(self) -> str:
+        """The settings as canonical JSON."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+
+    @cached_property
+    def name(self) -> str:
+        """The address of the run: readable, and different for different settings."""
+        digest = hashlib.sha256(self.settings.encode()).hexdigest()[:12]
+        return f"{self.task}-{self.optimizer}-{self.seed}-{digest}"
+
+    def path(self, folder: Path) -> Path:
+        """Where its curve is once it is finished."""
+        return folder / f"{self.name}.parquet"
+
+    def checkpoint_path(self, folder: Path) -> Path:
+        """Where it stands until then."""
+        return folder / f"{self.name}.checkpoint"
+
+    def check(self) -> None:
+        """Raise the error that the run would end with at once."""
+        build(self.optimizer, make_task(self.task, self.task_options, self.seed), self.seed, self.options)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A finished run, read back.
+
+    ``columns`` has one entry a step: ``step``, ``evaluations`` (so far), ``seconds`` (of training so far),
+    ``loss`` (on the fresh batch), ``repeat_loss`` (mean of further evaluations of that batch, else NaN), and
+    tracked quantities after the step (NaN where not measured).
+    """
+
+    run: Run
+    diverged: bool
+    columns: Mapping[str, np.ndarray]
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self.columns[column]
+
+    def tracked(self, column: str) -> tuple[np.ndarray, np.ndarray]:
+        """Evaluations and values where a tracked quantity was measured."""
+        values = self.columns.get(column, np.full(len(self["step"]), np.nan))
+        there = ~np.isnan(values)
+        return self["evaluations"][there], values[there]
+
+
+Progress = Callable[[float], None]  # is told the fraction done
+
+
+def execute(
+    run: Run, folder: Path, *, checkpoint_every: float = 10.0, progress: Progress = lambda fraction: None
+) -> Path:
+    """Do the run unless it is already done, going on from its checkpoint if there is one.
+
+    Args:
+        run: what to do.
+        folder: where runs are kept.
+        checkpoint_every: seconds between checkpoints, the most that a kill can cost.
+        progress: is told several times a second what fraction is done.
+    """
+    path, checkpoint = run.path(folder), run.checkpoint_path(folder)
+    if load(run, folder) is None:
+        with _own_random_numbers(run), _threads(TASKS[run.task].threads):
+            training = _Training(run)
+            training.resume(checkpoint)
+            saved = time.monotonic()
+            while not training.over:
+                training.advance()
+                progress(training.fraction)
+                if time.monotonic() - saved > checkpoint_every:
+                    training.save(checkpoint)
+                    saved = time.monotonic()
+            write_atomically(path, training.parquet())
+    for file in (path, checkpoint):
+        remove_leftovers(file)
+    checkpoint.unlink(missing_ok=True)
+    progress(1.0)
+    return path
+
+
+def load(run: Run, folder: Path) -> Curve | None:
+    """The curve of a finished run, or None if there is none that can be trusted."""
+    path = run.path(folder)
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        about = json.loads(table.schema.metadata[b"lodo"])
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        log.warning("%s is damaged and will be made again (%s)", path, error)
+        return None
+    if json.dumps(about["settings"], sort_keys=True) != run.settings or table.num_rows != about["steps"]:
+        log.warning("%s is not what its name says and will be made again", path)
+        return None
+    columns = {name: table[name].to_numpy() for name in table.column_names}
+    return Curve(run, about["diverged"], columns)
+
+
+class _Training:
+    """A run in progress."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.task = make_task(run.task, run.task_options, run.seed)
+        self.optimizer = build(run.optimizer, self.task, run.seed, run.options)
+        self.columns = {name: array("d") for name in _COLUMNS}
+        self.tracked: dict[str, array[float]] = {}
+        self.tracked_at = array("d")
+        self.evaluations, self.seconds, self.diverged = 0, 0.0, False
+
+    @property
+    def steps(self) -> int:
+        return len(self.columns["loss"])
+
+    @property
+    def fraction(self) -> float:
+        """How much of the run is done."""
+        run = self.run
+        return max(
+            self.evaluations / run.evaluations if run.evaluations else 0.0,
+            self.seconds / run.seconds if run.seconds else 0.0,
+        )
+
+    @property
+    def over(self) -> bool:
+        return self.diverged or self.fraction >= 1
+
+    def advance(self) -> None:
+        """Train until the run ends, something is to be measured, or it is time to take a breath."""
+        task, optimizer = self.task, self.optimizer
+        graph = needs_graph(optimizer)
+        every = self.run.track_every
+        most = self.run.evaluations or math.inf
+        breath = min(_BREATH, (self.run.seconds or math.inf) - self.seconds)
+        evaluations, seconds, loss, repeat_loss = self.columns.values()
+        losses: list[float] = []
+
+        def closure() -> float:
+            losses.append(task.evaluate(graph))
+            return losses[-1]
+
+        end = time.perf_counter()
+        limit = end + breath
+        while self.evaluations < most and end < limit and not self.diverged:
+            begin = time.perf_counter()
+            task.draw()
+            try:
+                optimizer.step(closure)  # type: ignore[arg-type]
+            except FloatingPointError:  # LODO's word for a gradient that is not finite
+                self.diverged = True
+            end = time.perf_counter()
+            self.seconds += end - begin
+            self.evaluations += len(losses)
+            evaluations.append(self.evaluations)
+            seconds.append(self.seconds)
+            loss.append(losses[0])
+            repeat_loss.append(sum(losses[1:]) / (len(losses) - 1) if len(losses) > 1 else math.nan)
+            self.diverged = self.diverged or not math.isfinite(losses[0])
+            losses.clear()
+            if every and len(loss) % every == 0 and not self.diverged:
+                self._measure()
+                end = time.perf_counter()
+
+    def _measure(self) -> None:
+        self.tracked_at.append(self.steps)
+        for name, value in self.task.tracked(self.optimizer, self.steps).items():
+            self.tracked.setdefault(name, array("d")).append(value)
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; if that fails, say so and go on."""
+        buffer = io.BytesIO()
+        state = {
+            "settings": self.run.settings,
+            "task": self.task.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "columns": {name: _tensor(column) for name, column in self.columns.items()},
+            "tracked": {name: _tensor(column) for name, column in self.tracked.items()},
+            "tracked_at": _tensor(self.tracked_at),
+            "evaluations": self.evaluations,
+            "seconds": self.seconds,
+        }
+        try:
+            torch.save(state, buffer)
+            write_checked(path, buffer.getvalue())
+        except Exception as error:
+            log.warning("no checkpoint of %s could be written: %s", self.run.name, error)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint, if there is one that can be trusted."""
+        data = read_checked(path)
+        if data is None:
+            if path.exists():
+                log.warning("%s is damaged: the run starts again", path)
+            return
+        state = torch.load(io.BytesIO(data), weights_only=True)
+        if state["settings"] != self.run.settings:
+            log.warning("%s is of another run: the run starts again", path)
+            return
+        self.task.load_state_dict(state["task"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        self.columns = {name: _array(column) for name, column in state["columns"].items()}
+        self.tracked = {name: _array(column) for name, column in state["tracked"].items()}
+        self.tracked_at = _array(state["tracked_at"])
+        self.evaluations, self.seconds = state["evaluations"], state["seconds"]
+
+    def parquet(self) -> bytes:
+        """The curve as a Parquet file: single precision and few bytes for what is measured at every step."""
+        steps = self.steps
+        columns: dict[str, Any] = {"step": np.arange(1, steps + 1, dtype=np.int32)}
+        for name, column in self.columns.items():
+            columns[name] = np.asarray(column)
+        columns["evaluations"] = columns["evaluations"].astype(np.int32)
+        columns["seconds"] = columns["seconds"].astype(np.float32)
+        columns["repeat_loss"] = pa.array(columns["repeat_loss"], from_pandas=True)  # NaN becomes null
+        for name, column in self.tracked.items():
+            sparse = np.full(steps, np.nan)
+            sparse[np.asarray(self.tracked_at, dtype=np.int64) - 1] = column
+            columns[name] = pa.array(sparse, from_pandas=True)
+        about = {
+            "settings": json.loads(self.run.settings),
+            "steps": steps,
+            "diverged": self.diverged,
+            "environment": environment(),
+        }
+        table = pa.table(columns).replace_schema_metadata({"lodo": json.dumps(about)})
+        sink = io.BytesIO()
+        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        return sink.getvalue()
+
+
+def environment() -> dict[str, str]:
+    """What the numbers were made with."""
+    packages = {name: version(name) for name in ("lodo", "torch", "numpy")}
+    return {**packages, "python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+
+
+def _tensor(values: array[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _array(values: torch.Tensor) -> array[float]:
+    return array("d", values.numpy().tobytes())
+
+
+@contextmanager
+def _own_random_numbers(run: Run) -> Iterator[None]:
+    """Seed torch's global generator for library optimizers that use it, and leave the caller's alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        yield
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

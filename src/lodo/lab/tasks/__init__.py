@@ -1,0 +1,25 @@
+"""What is optimized: a stream of losses, one fresh batch a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lodo._checks import check_choice
+from lodo.lab.tasks.base import Task
+from lodo.lab.tasks.bowl import Bowl
+from lodo.lab.tasks.rosenbrock import Rosenbrock
+
+__all__ = ["TASKS", "Bowl", "Rosenbrock", "Task", "make_task"]
+
+TASKS: dict[str, type[Task]] = {"bowl": Bowl, "rosenbrock": Rosenbrock}
+
+
+def make_task(name: str, options: Mapping[str, Any], seed: int) -> Task:
+    """A fresh task by its name.
+
+    >>> make_task("bowl", {"n": 10}, seed=0).params[0].shape
+    torch.Size([10])
+    """
+    check_choice("task", name, tuple(TASKS))
+    return TASKS[name](seed, **options)

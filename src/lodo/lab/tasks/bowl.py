@@ -1,0 +1,113 @@
+"""The noisy quadratic bowl (the paper's Section 5.1 and its appendix)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lodo import LODO
+from lodo._checks import check_choice, check_int, check_real
+from lodo.lab.sigma import estimated_sigma, exact_sigma
+from lodo.lab.tasks.base import Task
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_EXACT_UP_TO = 1000  # dimensions; the whole matrix costs n products with G
+
+
+class Bowl(Task):
+    """A quadratic whose minimum moves by Gaussian noise before every fresh evaluation.
+
+    ``H = U D U^T`` with a random rotation U and curvatures D in geometric progression from
+    ``1 / condition`` to 1; the start is the origin, and so is the first minimum.
+
+    Args:
+        seed: draws U and the noise.
+        n: the dimension.
+        condition: the largest curvature over the smallest.
+        v: the variance of the noise.
+        dtype: ``"float32"`` or ``"float64"``.
+        renew_at: after that many steps a new bowl begins, with another U, at the origin.
+
+    Example:
+        >>> bowl = Bowl(seed=0)
+        >>> bowl.draw()
+        >>> bowl.evaluate() > 0
+        True
+        >>> round(bowl.newton, 4)
+        7.4118
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        n: int = 100,
+        condition: float = 1000.0,
+        v: float = 1.0,
+        dtype: str = "float32",
+        renew_at: int | None = None,
+    ) -> None:
+        super().__init__(seed)
+        check_int("n", n, low=1)
+        check_real("condition", condition, low=1.0)
+        check_real("v", v, low=0.0)
+        check_choice("dtype", dtype, tuple(DTYPES))
+        if renew_at is not None:
+            check_int("renew_at", renew_at, low=1)
+        self.D = condition ** torch.linspace(-1, 0, n, dtype=torch.float64)
+        self.seed, self.v, self.renew_at, self.steps = seed, v, renew_at, torch.zeros((), dtype=torch.int64)
+        self.x = Parameter(torch.zeros(n, dtype=DTYPES[dtype]))
+        self.params = [self.x]
+        self.centre = torch.zeros_like(self.x.data)
+        self.H = self._rotated()
+
+    @property
+    def newton(self) -> float:
+        """The best possible mean loss: what the noise of one step adds (the paper's 7.412 v)."""
+        return 0.5 * self.v * float(self.D.sum())
+
+    def _rotated(self) -> Tensor:
+        n = len(self.D)
+        Q, R = torch.linalg.qr(torch.randn(n, n, generator=self.rng, dtype=torch.float64))
+        U = Q * R.diagonal().sign()  # uniform over rotations and reflections
+        return ((U * self.D) @ U.T).to(self.x.dtype)
+
+    def draw(self) -> None:
+        """Move the minimum."""
+        if self.renew_at is not None:
+            if self.steps == self.renew_at:
+                self.H = self._rotated()
+                self.x.data.zero_()
+                self.centre.zero_()
+            self.steps += 1
+        self.centre.add_(torch.randn(self.centre.shape, generator=self.rng, dtype=self.x.dtype), alpha=self.v**0.5)
+
+    def loss(self) -> Tensor:
+        away = self.x - self.centre
+        return 0.5 * away @ (self.H @ away)
+
+    def evaluate(self, create_graph: bool = False) -> float:
+        """As in `Task`, without a graph: the gradient of a quadratic is known."""
+        if create_graph:
+            return super().evaluate(create_graph)
+        away = self.x.detach() - self.centre
+        self.x.grad = self.H @ away
+        return 0.5 * float(away @ self.x.grad)
+
+    def hessian(self) -> Tensor:
+        return self.H
+
+    def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
+        """sigma by the paper's estimator and, for small n, exactly, of an optimizer that learns G."""
+        if not isinstance(optimizer, LODO):
+            return {}
+        probes = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        sigma = {"sigma": estimated_sigma(optimizer, self.H, probes)}
+        if len(self.D) <= _EXACT_UP_TO:
+            sigma["sigma_exact"] = exact_sigma(optimizer, self.H)
+        return sigma
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {"centre": self.centre, "H": self.H, "steps": self.steps}

@@ -1,0 +1,36 @@
+"""The rescaled Rosenbrock function (the paper's Section 5.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lodo.lab.tasks.base import Task
+
+
+class Rosenbrock(Task):
+    """``0.01 (x - 1)^2 + (x^2 - y)^2`` from (-0.5, 2), in double precision; nothing in it is random.
+
+    Example:
+        >>> round(Rosenbrock(seed=0).evaluate(), 4)
+        3.085
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.params = [Parameter(torch.tensor([-0.5, 2.0], dtype=torch.float64))]
+
+    def loss(self) -> Tensor:
+        x, y = self.params[0]
+        return rosenbrock(x, y)
+
+    def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
+        x, y = self.params[0].tolist()
+        return {"x": x, "y": y}
+
+
+def rosenbrock(x: Tensor, y: Tensor) -> Tensor:
+    """The function itself, elementwise."""
+    return 0.01 * (x - 1) ** 2 + (x**2 - y) ** 2
