@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 _DIGEST = hashlib.sha256().digest_size
@@ -14,6 +13,7 @@ _DIGEST = hashlib.sha256().digest_size
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` beside ``path`` and rename it there: a reader never sees a part of it.
 
+    >>> import tempfile
     >>> target = Path(tempfile.mkdtemp()) / "a" / "b.txt"
     >>> write_atomically(target, b"whole")
     >>> target.read_bytes()
@@ -48,6 +48,7 @@ def write_checked(path: Path, data: bytes) -> None:
 def read_checked(path: Path) -> bytes | None:
     """What `write_checked` wrote, or None if the file is missing, cut short or altered.
 
+    >>> import tempfile
     >>> target = Path(tempfile.mkdtemp()) / "file"
     >>> write_checked(target, b"data")
     >>> read_checked(target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ def exact_sigma(optimizer: LODO, H: Tensor) -> float:
     0.5
     """
     G = optimizer.preconditioner_matrix()
-    residual = torch.eye(len(H), dtype=torch.float64) - G.double() @ H.double()
-    return float(residual.norm()) / len(H) ** 0.5
+    residual: Tensor = torch.eye(len(H), dtype=torch.float64) - G.double() @ H.double()
+    return float(residual.norm()) / math.sqrt(len(H))
 
 
 @torch.no_grad()

@@ -19,9 +19,7 @@ from lodo._checks import check_real
 _LONG_AGO = 2**53  # a step count at which 1 - beta^t is 1: no bias correction
 
 
-def adam(
-    params: ParamsT, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-7
-) -> Optimizer:
+def adam(params: ParamsT, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-7) -> Optimizer:
     """torch's Adam. Keras adds epsilon before the bias correction, torch after it: no matter at 1e-7."""
     return Adam(params, lr=lr, betas=(beta1, beta2), eps=eps)
 
@@ -31,16 +29,12 @@ def momentum(params: ParamsT, lr: float = 1e-2, beta: float = 0.9) -> Optimizer:
     return SGD(params, lr=lr, momentum=beta)
 
 
-def yogi(
-    params: ParamsT, lr: float = 1e-2, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-3
-) -> Optimizer:
+def yogi(params: ParamsT, lr: float = 1e-2, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-3) -> Optimizer:
     """``m = beta1 m + (1-beta1) g; v += (1-beta2) sign(g^2-v) g^2; x -= lr m / (sqrt(v) + eps)``.
 
     The library corrects the bias of both averages, Keras of neither: the count starts where that makes no difference.
     """
-    return pytorch_optimizer.Yogi(
-        params, lr=lr, betas=(beta1, beta2), initial_accumulator=0.0, eps=eps, step=_LONG_AGO
-    )
+    return pytorch_optimizer.Yogi(params, lr=lr, betas=(beta1, beta2), initial_accumulator=0.0, eps=eps, step=_LONG_AGO)
 
 
 def lars(params: ParamsT, lr: float = 1e-3, beta: float = 0.9, weight_decay: float = 0.0) -> Optimizer:

@@ -61,9 +61,9 @@ class StochasticLBFGS(VectorOptimizer):
         group, memory = self.param_groups[0], self.memory
         if not memory:
             memory.update(t=0, S=g.new_empty(0, len(g)), Y=g.new_empty(0, len(g)))
-        eta = group["lr"] * group["tau"] / (group["tau"] + memory["t"])
         if not len(memory["S"]):
-            return -group["first"] * g
+            return g * -float(group["first"])
+        eta = float(group["lr"] * group["tau"] / (group["tau"] + memory["t"]))
         return -eta * two_loop(g, memory["S"], memory["Y"], group["scaling"])
 
     def after(self, s: Tensor, g: Tensor, closure: Closure | None) -> None:
@@ -89,11 +89,10 @@ def two_loop(g: Tensor, S: Tensor, Y: Tensor, scaling: str) -> Tensor:
     R = (S @ Y.T).triu_()
     sy = R.diagonal()
     yy = (Y * Y).sum(1)
-    if scaling == "mean":
-        gamma = (sy / yy).mean()
-    else:
-        gamma = S[0 if scaling == "slip" else -1] @ Y[-1] / yy[-1]
+    s = S[0 if scaling == "slip" else -1]
+    gamma = (sy / yy).mean() if scaling == "mean" else s @ Y[-1] / yy[-1]
     alpha = torch.linalg.solve_triangular(R, (S @ g)[:, None], upper=True)[:, 0]
     q = g - alpha @ Y
     rest = torch.linalg.solve_triangular(R.T, (sy * alpha - gamma * (Y @ q))[:, None], upper=False)[:, 0]
-    return gamma * q + rest @ S
+    product: Tensor = gamma * q + rest @ S
+    return product

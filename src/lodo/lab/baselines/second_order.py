@@ -29,7 +29,8 @@ class Newton(VectorOptimizer):
         self.hessian = hessian
 
     def displacement(self, g: Tensor) -> Tensor:
-        return torch.linalg.solve(self.hessian(), g).mul_(-self.param_groups[0]["lr"])
+        s: Tensor = torch.linalg.solve(self.hessian(), g).mul_(-self.param_groups[0]["lr"])
+        return s
 
 
 class LevenbergMarquardt(VectorOptimizer):
@@ -44,7 +45,8 @@ class LevenbergMarquardt(VectorOptimizer):
         H = self.hessian().double()
         A = H @ H
         A.diagonal().mul_(1 + self.param_groups[0]["damping"])
-        return -torch.linalg.solve(A, H @ g.double()).to(g.dtype)
+        s: Tensor = torch.linalg.solve(A, H @ g.double())
+        return -s.to(g.dtype)
 
 
 class BFGS(VectorOptimizer):

@@ -71,7 +71,7 @@ class Bowl(Task):
     def _rotated(self) -> Tensor:
         n = len(self.D)
         Q, R = torch.linalg.qr(torch.randn(n, n, generator=self.rng, dtype=torch.float64))
-        U = Q * R.diagonal().sign()  # uniform over rotations and reflections
+        U: Tensor = Q * R.diagonal().sign()  # uniform over rotations and reflections
         return ((U * self.D) @ U.T).to(self.x.dtype)
 
     def draw(self) -> None:

@@ -1,0 +1,18 @@
+"""``lodo`` and ``python -m lodo``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say what to install for it."""
+    try:
+        from lodo.lab.cli import app
+    except ModuleNotFoundError as error:
+        sys.exit(f"lodo's command line needs {error.name}: pip install 'lodo[lab]'")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The command line: ``lodo run NAME``."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lodo.lab.baselines import BASELINES, parse
+from lodo.lab.conduct import conduct
+from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.sweep import RunError
+
+app = typer.Typer(
+    help="LODO's laboratory: the paper's experiments, each in one command.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _lodo() -> None:
+    """LODO's laboratory: the paper's experiments, each in one command."""
+
+
+@app.command(no_args_is_help=True)
+def run(
+    name: Annotated[str | None, typer.Argument(help="The experiment; `lodo run --list` shows them all.")] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="Show the experiments and the optimizers' names.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small variant, done in about a minute.")] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Evaluations of the loss and its gradient per run. Default: the paper's.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="End every run after so much training time, instead of --steps.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs per optimizer. Default: the paper's 8.")] = None,
+    optimizers: Annotated[
+        str | None,
+        typer.Option(
+            help="Which ones, with options if you like: 'lodo, lodo(beta=0.5), torch.AdamW(lr=0.1)'. Any optimizer of "
+            "torch.optim or pytorch_optimizer can be named. Default: the paper's."
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Options of the task that differ from the paper's, such as 'n=200, condition=1e4'."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for curves, tables and figures.")] = Path("results"),
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; 0 works in this one, without Dask. Default: one a core.")
+    ] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
+    ] = None,
+) -> None:
+    """Run one of the paper's experiments: its table beside the paper's, its figures, and every curve.
+
+    What is finished is never done again: the same command continues where the last one was interrupted.
+    """
+    console = Console()
+    if list_them or name is None:
+        _print_list(console)
+        return
+    if name not in EXPERIMENTS:
+        raise typer.BadParameter(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
+    experiment = EXPERIMENTS[name]
+    try:
+        request = experiment.request(
+            quick=quick,
+            evaluations=steps,
+            seconds=seconds,
+            seeds=seeds,
+            choices=None if optimizers is None else parse(optimizers),
+            task_options=_options(task),
+        )
+        conduct(experiment, request, out, workers=workers, scheduler=scheduler, console=console)
+    except (ValueError, OSError, RunError) as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        console.print("\ninterrupted; finished runs and checkpoints are kept: the same command continues from here")
+        raise typer.Exit(130) from None
+
+
+def _options(text: str | None) -> dict[str, Any]:
+    """``'n=200, v=10'`` as a dictionary.
+
+    >>> _options("n=200, v=10")
+    {'n': 200, 'v': 10}
+    """
+    if text is None:
+        return {}
+    try:
+        call = ast.parse(f"task({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args:
+            raise ValueError
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise ValueError(f"task must be options such as 'n=200, condition=1e4', got {text!r}") from error
+
+
+def _print_list(console: Console) -> None:
+    table = Table("name", "what it shows", "paper's size", "--quick")
+    for experiment in EXPERIMENTS.values():
+        sizes = [f"{size.evaluations:,} steps, {size.seeds} seeds" for size in (experiment.full, experiment.quick)]
+        table.add_row(experiment.name, experiment.shows, *sizes)
+    console.print(table)
+    names = ", ".join(name for name in BASELINES)
+    console.print(f"optimizers: {names}, and any of torch.optim and pytorch_optimizer", highlight=False)

@@ -1,0 +1,116 @@
+"""From a request to files: plan, sweep, read back, write the table and the figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results
+from lodo.lab.files import write_atomically
+from lodo.lab.report import tables
+from lodo.lab.report.figures import save
+from lodo.lab.run import Run, environment, load
+from lodo.lab.sweep import Report, sweep
+
+
+def conduct(
+    experiment: Experiment,
+    request: Request,
+    out: Path,
+    *,
+    workers: int | None = None,
+    scheduler: str | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Run an experiment to its end and return the folder of its results.
+
+    Curves go to ``out/runs``, shared by all experiments; ``out/<name>`` gets ``summary.json``, ``table.md`` and the
+    figures.
+    """
+    console = console or Console()
+    plan = experiment.plan(request)
+    runs = [run for seeds in zip(*plan.values(), strict=True) for run in seeds]  # all optimizers' first seeds first
+    with _display(plan, console) as report:
+        sweep(runs, out / "runs", workers=workers, scheduler=scheduler, report=report)
+    results: Results = {
+        cell: [curve for run in runs if (curve := load(run, out / "runs")) is not None] for cell, runs in plan.items()
+    }
+    return _write(experiment, request, results, out / experiment.name, console)
+
+
+def _write(experiment: Experiment, request: Request, results: Results, folder: Path, console: Console) -> Path:
+    rows, notes = experiment.rows(request, results), experiment.notes(request, results)
+    summary = {
+        "experiment": experiment.name,
+        "settings": asdict(request),
+        "rows": [asdict(row) for row in rows],
+        "timings": _timings(results),
+        "environment": environment(),
+    }
+    about = experiment.about(request)
+    write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    write_atomically(folder / "table.md", tables.markdown(experiment.title, about, rows, notes).encode())
+    written = [
+        file for name, figure in experiment.figures(request, results).items() for file in save(figure, folder / name)
+    ]
+    console.print(f"[bold]{experiment.title}[/bold]: {about}", highlight=False)
+    for metric, group in tables.by_metric(rows):
+        console.print(tables.terminal(metric, group))
+    for note in notes:
+        console.print(f"- {note}", highlight=False)
+    console.print(
+        f"\nfigures: {', '.join(str(file) for file in written if file.suffix == '.png')}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]{experiment.sentence(rows)}[/bold]", highlight=False)
+    return folder
+
+
+def _timings(results: Results) -> dict[str, float]:
+    """Microseconds of training an evaluation, as measured while runs shared the machine."""
+    return {
+        " ".join(filter(None, cell)): mean(1e6 * float(c["seconds"][-1]) / float(c["evaluations"][-1]) for c in curves)
+        for cell, curves in results.items()
+    }
+
+
+@contextmanager
+def _display(plan: Plan, console: Console) -> Iterator[Report]:
+    """A bar for every optimizer and one for all, with the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    done: dict[Run, float] = {}
+    by_label: dict[str, list[Run]] = {}
+    for cell, runs in plan.items():
+        by_label.setdefault(cell.label, []).extend(runs)
+    label_of = {run: label for label, runs in by_label.items() for run in runs}
+    with Progress(*columns, console=console) as progress:
+        total = progress.add_task("[bold]all[/bold]", total=len(label_of), state="")
+        bars = {label: progress.add_task(label, total=len(runs), state="waiting") for label, runs in by_label.items()}
+
+        def report(run: Run, fraction: float) -> None:
+            done[run] = max(fraction, done.get(run, 0.0))
+            label = label_of[run]
+            own = [done[other] for other in by_label[label] if other in done]
+            finished = sum(part >= 1 for part in own)
+            state = f"{finished}/{len(by_label[label])} runs"
+            progress.update(bars[label], completed=sum(own), state=state)
+            progress.update(
+                total, completed=sum(done.values()), state=f"{sum(p >= 1 for p in done.values())}/{len(label_of)} runs"
+            )
+
+        yield report

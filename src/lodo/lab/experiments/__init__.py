@@ -1,0 +1,16 @@
+"""One file per table or figure of the paper: what to run, and what the paper reports."""
+
+from __future__ import annotations
+
+from lodo.lab.experiments.base import Experiment, Request
+from lodo.lab.experiments.bowl import BowlExperiment
+from lodo.lab.experiments.frozen import FrozenExperiment
+from lodo.lab.experiments.noise import NoiseExperiment
+from lodo.lab.experiments.rosenbrock import RosenbrockExperiment
+
+__all__ = ["EXPERIMENTS", "Experiment", "Request"]
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (BowlExperiment(), NoiseExperiment(), FrozenExperiment(), RosenbrockExperiment())
+}

@@ -1,0 +1,165 @@
+"""What every experiment is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lodo._checks import check_int, check_real
+from lodo.lab.baselines import Choice, paper_hyperparameters
+from lodo.lab.report.tables import Row
+from lodo.lab.run import Curve, Run
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of an experiment is run."""
+
+    evaluations: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for; `Experiment.request` fills in the rest."""
+
+    evaluations: int | None
+    seconds: float | None
+    seeds: int
+    choices: tuple[Choice, ...]
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_int("seeds", self.seeds, low=1)
+        if self.evaluations is not None:
+            check_int("steps", self.evaluations, low=10)
+        if self.seconds is not None:
+            check_real("seconds", self.seconds, low=0.0, open_low=True)
+        if not self.choices:
+            raise ValueError("optimizers must name at least one, got none")
+        labels = [choice.label for choice in self.choices]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"optimizers must be named once each, got {', '.join(labels)}")
+
+    @property
+    def track_every(self) -> int:
+        """Steps between measurements: a hundred of them in a run."""
+        return max(1, self.evaluations // 100) if self.evaluations else 1000
+
+
+class Cell(NamedTuple):
+    """A place in a table: an optimizer, and the variant of the task if there are several."""
+
+    label: str
+    variant: str = ""
+
+
+Plan = dict[Cell, list[Run]]
+Results = Mapping[Cell, Sequence[Curve]]
+
+
+class Experiment(ABC):
+    """One of the paper's experiments; its fields are the paper's sizes."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    shows: ClassVar[str]  # which tables and figures of the paper, for the list
+    task: ClassVar[str]
+    full: ClassVar[Size]
+    quick: ClassVar[Size]
+    optimizers: ClassVar[tuple[str, ...]]
+
+    def request(
+        self,
+        *,
+        quick: bool = False,
+        evaluations: int | None = None,
+        seconds: float | None = None,
+        seeds: int | None = None,
+        choices: Sequence[Choice] | None = None,
+        task_options: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """What was asked for, and the paper's setting for what was left open."""
+        size = self.quick if quick else self.full
+        if evaluations is None and seconds is None:
+            evaluations = size.evaluations
+        return Request(
+            evaluations,
+            seconds,
+            size.seeds if seeds is None else seeds,
+            tuple(Choice(name) for name in self.optimizers) if choices is None else tuple(choices),
+            task_options or {},
+        )
+
+    @abstractmethod
+    def plan(self, request: Request) -> Plan:
+        """The runs of every cell, by seed."""
+
+    @abstractmethod
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        """The table."""
+
+    @abstractmethod
+    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
+        """The figures, by file name."""
+
+    @abstractmethod
+    def sentence(self, rows: Sequence[Row]) -> str:
+        """What was shown, in one sentence."""
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        """What a reader of the table must know."""
+        return []
+
+    def about(self, request: Request) -> str:
+        """The size of what was run, beside the paper's."""
+        length = f"{request.evaluations:,} steps" if request.evaluations else f"{request.seconds:g} s of training"
+        own = f"{length}, {request.seeds} seed{'s' if request.seeds > 1 else ''}"
+        if request.evaluations == self.full.evaluations and request.seeds == self.full.seeds:
+            return f"{own}: the paper's size. A step is one evaluation of the loss and its gradient."
+        return (
+            f"{own}. The paper's figures are for {self._paper_length(request)}, {self.full.seeds} seeds. "
+            "A step is one evaluation of the loss and its gradient."
+        )
+
+    def _paper_length(self, request: Request) -> str:
+        return f"{self.full.evaluations:,} steps"
+
+    def make_run(self, choice: Choice, seed: int, request: Request, **task_options: Any) -> Run:
+        """One run, with the paper's hyperparameters for what the choice leaves open."""
+        return Run(
+            task=self.task,
+            optimizer=choice.optimizer,
+            seed=seed,
+            evaluations=request.evaluations,
+            seconds=request.seconds,
+            task_options={**request.task_options, **task_options},
+            options={**paper_hyperparameters(self.task, choice.optimizer), **choice.options},
+            track_every=request.track_every,
+        )
+
+
+def tail(curve: Curve, *, fresh: bool = False, part: float = 0.1) -> float:
+    """The mean loss over the last tenth of a run.
+
+    The paper counts every evaluation, also the second one of a batch after the step (L-BFGS);
+    ``fresh`` counts first evaluations only, like those of every other optimizer.
+    """
+    evaluations = curve["evaluations"].astype(np.int64)
+    last = evaluations > (1 - part) * evaluations[-1]
+    loss = curve["loss"][last].astype(np.float64)
+    if fresh:
+        return float(loss.mean())
+    counts = np.diff(evaluations, prepend=0)[last]
+    repeats = np.nan_to_num(curve["repeat_loss"][last].astype(np.float64)) * (counts - 1)
+    return float((loss + repeats).sum() / counts.sum())
+
+
+def repeats(curve: Curve) -> bool:
+    """Whether batches were evaluated more than once."""
+    return bool(curve["evaluations"][-1] > len(curve["step"]))

@@ -1,0 +1,196 @@
+"""Table 1 and Figure 2: tracking the minimum of the noisy quadratic bowl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats, tail
+from lodo.lab.report.figures import band, binned, canvas, style
+from lodo.lab.report.tables import Paper, Row, measure
+from lodo.lab.run import Curve
+from lodo.lab.tasks import Bowl
+
+LOSS = "loss over the last 10 %"
+FRESH = "loss over the last 10 %, fresh batches only"
+SIGMA = "sigma at the end, estimated"
+SIGMA_EXACT = "sigma at the end, exact"
+# The paper's Table 1, and for sigma its table over noise variances at v = 1.
+AT_100K: dict[str, Paper] = {
+    "Adam": (15.28, 0.07),
+    "Momentum": (16.59, 0.08),
+    "RMSprop": (22.37, 0.06),
+    "Yogi": (15.35, 0.10),
+    "L-BFGS (authors' slip)": (49.30, 1.04),
+    "O-LBFGS": (13.96, 0.08),
+    "L2LBGDBGD": (14.79, 0.08),
+    "LODO": (8.99, 0.05),
+    "Levenberg-Marquardt": (7.40, 0.02),
+    "Newton": (7.41, None),
+}
+AT_300_SECONDS: dict[str, Paper] = {
+    "Adam": (15.26, 0.08),
+    "Momentum": (16.56, 0.05),
+    "RMSprop": (22.47, 0.13),
+    "Yogi": (15.16, 0.05),
+    "L-BFGS (authors' slip)": (40.60, 1.40),
+    "O-LBFGS": (10.80, 0.17),
+    "L2LBGDBGD": (14.81, 0.10),
+    "LODO": (10.05, 0.22),
+    "Levenberg-Marquardt": (7.35, 0.07),
+    "Newton": (7.41, None),
+}
+PAPER_SIGMA: Paper = (0.7490, None)
+
+
+class BowlExperiment(Experiment):
+    """Every optimizer of Table 1."""
+
+    name = "bowl"
+    title = "Noisy quadratic bowl"
+    shows = (
+        "Table 1, Figure 2: every optimizer on the noisy quadratic bowl, and how close G comes to the inverse Hessian"
+    )
+    task = "bowl"
+    full = Size(evaluations=100_000, seeds=8)
+    quick = Size(evaluations=20_000, seeds=2)
+    optimizers = (
+        "adam",
+        "momentum",
+        "rmsprop",
+        "yogi",
+        "lbfgs",
+        "lbfgs_slip",
+        "olbfgs",
+        "l2l",
+        "lodo",
+        "bfgs",
+        "lm",
+        "newton",
+    )
+
+    def plan(self, request: Request) -> Plan:
+        return {
+            Cell(choice.label): [self.make_run(choice, seed, request) for seed in range(request.seeds)]
+            for choice in request.choices
+        }
+
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        paper = {} if request.task_options else AT_100K if request.seconds is None else AT_300_SECONDS
+        none: Paper = (None, None)
+        rows = [
+            measure(cell.label, LOSS, curves, tracking_error, paper.get(cell.label, none))
+            for cell, curves in results.items()
+        ]
+        rows += [
+            measure(cell.label, FRESH, curves, lambda curve: tail(curve, fresh=True))
+            for cell, curves in results.items()
+            if any(map(repeats, curves))
+        ]
+        for metric, column in ((SIGMA, "sigma"), (SIGMA_EXACT, "sigma_exact")):
+            rows += [
+                measure(
+                    cell.label,
+                    metric,
+                    curves,
+                    partial(last, column=column),
+                    PAPER_SIGMA if paper and cell.label == "LODO" else none,
+                )
+                for cell, curves in results.items()
+                if any(column in curve.columns for curve in curves)
+            ]
+        return rows
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        best = newton(request)
+        notes = [f"The best possible loss, what the noise adds in one step, is {best:.4g}."]
+        if any(row.metric == FRESH for row in self.rows(request, results)):
+            notes.append(
+                "L-BFGS and O-LBFGS evaluate every batch twice, before and after their step. The paper averages both; "
+                "the second table has the first alone, which is what every other optimizer is judged by."
+            )
+        notes.append("A run counts as diverged if its loss is not finite or worse than that of never having moved.")
+        return notes
+
+    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
+        figure, (left, right) = canvas(2)
+        draw_sigma(left, results)
+        draw_curves(right, results, "seconds" if request.seconds else "evaluations", newton(request))
+        return {"bowl": figure}
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        losses = {row.optimizer: row.mean for row in rows if row.metric in (LOSS, FRESH) and row.mean is not None}
+        return compare(losses, "tracks the moving minimum with a loss of")  # on fresh batches, for all
+
+    def _paper_length(self, request: Request) -> str:
+        return super()._paper_length(request) if request.seconds is None else "300 s on its machine"
+
+
+def newton(request: Request) -> float:
+    """Newton's loss on the bowl that was asked for."""
+    return Bowl(0, **request.task_options).newton
+
+
+def draw_sigma(axes: Axes, results: Results) -> None:
+    """How far G is from the inverse Hessian, over the run."""
+    for cell, curves in results.items():
+        measured = [curve.tracked("sigma") for curve in curves if not curve.diverged and "sigma" in curve.columns]
+        if measured:
+            shortest = min(len(values) for _, values in measured)
+            band(axes, measured[0][0][:shortest], np.stack([values[:shortest] for _, values in measured]), cell.label)
+    axes.axhline(1, color="black", lw=0.8, ls="--", label="G = 0")
+    axes.set(xlabel="step", ylabel=r"$\sigma = \|I - G H\|_F / \sqrt{n}$", title="Distance from the inverse Hessian")
+    axes.legend()
+
+
+def draw_curves(axes: Axes, results: Results, x: str, best: float) -> None:
+    """Loss on fresh batches by step or by second, mean and spread over seeds, with Newton's line."""
+    for cell, curves in results.items():
+        if cell.label != "Newton":
+            at, values = binned(curves, x)
+            band(axes, at, values, cell.label)
+    axes.axhline(best, color=style("Newton").color, ls=":", label=f"Newton ({best:.4g})")
+    axes.set_yscale("log")
+    axes.set_ylim(0.85 * best, 12 * best)
+    ticks = [best * factor for factor in (1, 1.5, 2, 3, 5, 8)]
+    axes.set_yticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axes.set_yticks([], minor=True)
+    axes.set(
+        xlabel="step" if x == "evaluations" else "seconds of training",
+        ylabel="loss (mean over 1 % of the run)",
+        title="Tracking the moving minimum",
+    )
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def tracking_error(curve: Curve) -> float:
+    """The paper's figure; NaN for a run that did worse than never having moved."""
+    error = tail(curve)
+    options = {key: value for key, value in curve.run.task_options.items() if key != "renew_at"}
+    standing_still = Bowl(0, **options).newton * float(curve["evaluations"][-1])
+    return error if error < standing_still else math.nan
+
+
+def last(curve: Curve, column: str) -> float:
+    """The last measurement of a tracked quantity."""
+    values = curve.tracked(column)[1]
+    return float(values[-1]) if len(values) else math.nan
+
+
+def compare(losses: dict[str, float], verb: str) -> str:
+    """LODO against the best of the others that a large network could afford."""
+    dense = {"BFGS", "Levenberg-Marquardt", "Newton"}
+    rivals = {name: loss for name, loss in losses.items() if name not in dense and not name.startswith("LODO")}
+    if "LODO" not in losses or not rivals:
+        return "Nothing to compare: run LODO and at least one rival."
+    rival = min(rivals, key=lambda name: rivals[name])
+    ours, theirs = losses["LODO"], rivals[rival]
+    return (
+        f"LODO {verb} {ours:.4g}, {abs(1 - ours / theirs):.0%} {'below' if ours < theirs else 'ABOVE'} "
+        f"the best rival of its cost class ({rival}, {theirs:.4g})."
+    )

@@ -1,0 +1,124 @@
+"""The paper's "Pretrained and Frozen Preconditioner": learn, freeze, move to a new bowl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lodo.lab.baselines import Choice
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
+from lodo.lab.report.figures import canvas
+from lodo.lab.report.tables import Paper, Row, measure
+from lodo.lab.run import Curve, Run
+
+AFTER = 200  # steps after the change that are run
+AT = 10  # "within 10 steps"
+METRIC = f"log10 of the loss {AT} steps after the change"
+LATER = f"log10 of the mean loss {AFTER // 2} to {AFTER} steps after the change"
+PAPER: Paper = (math.log10(4.997e22), None)
+FROZEN = "frozen G, new bowl"
+_COLOURS = {
+    FROZEN: "#d55e00",
+    "G that keeps learning, new bowl": "#e69f00",
+    "fresh LODO, new bowl": "#0072b2",
+    "frozen G, its own bowl": "#009e73",
+}
+
+
+class FrozenExperiment(Experiment):
+    """A preconditioner learned on one bowl is of no use, and harmful, on another."""
+
+    name = "bowl-frozen"
+    title = "A frozen preconditioner on a new bowl"
+    shows = "Section 5.1, 'Pretrained and Frozen Preconditioner': learn, freeze, move to a new bowl"
+    task = "bowl"
+    full = Size(evaluations=100_000, seeds=8)
+    quick = Size(evaluations=20_000, seeds=2)
+    optimizers = ("lodo",)
+
+    def plan(self, request: Request) -> Plan:
+        """Four cells, in double precision as the losses grow beyond single; only LODO can be asked for."""
+        if request.evaluations is None:
+            raise ValueError("steps must be given for bowl-frozen instead of seconds: the change comes after them")
+        if any(choice.optimizer != "lodo" for choice in request.choices) or len(request.choices) > 1:
+            raise ValueError(f"optimizers must be lodo, with or without options, for {self.name}")
+        learned = request.evaluations
+        longer = replace(request, evaluations=learned + AFTER)
+        fresh = replace(request, evaluations=AFTER)
+        options = request.choices[0].options
+        frozen = Choice("lodo_frozen", {**options, "freeze_at": learned})
+
+        def runs(asked: Request, choice: Choice, **task_options: object) -> list[Run]:
+            made = [
+                self.make_run(choice, seed, asked, dtype="float64", **task_options) for seed in range(request.seeds)
+            ]
+            return [replace(run, track_every=0) for run in made]
+
+        learning = request.choices[0]
+        own, keeps, new, moved = (
+            "frozen G, its own bowl",
+            "G that keeps learning, new bowl",
+            "fresh LODO, new bowl",
+            FROZEN,
+        )
+        return {
+            Cell(moved): runs(longer, frozen, renew_at=learned),
+            Cell(keeps): runs(longer, learning, renew_at=learned),
+            Cell(new): runs(fresh, learning),
+            Cell(own): runs(longer, frozen),
+        }
+
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        def at(curve: Curve) -> float:
+            return math.log10(_after(curve)[AT - 1])
+
+        def later(curve: Curve) -> float:
+            return math.log10(float(_after(curve)[AFTER // 2 :].mean()))
+
+        return [
+            measure(
+                cell.label,
+                METRIC,
+                curves,
+                at,
+                PAPER if cell.label == FROZEN and not request.task_options else (None, None),
+            )
+            for cell, curves in results.items()
+        ] + [measure(cell.label, LATER, curves, later) for cell, curves in results.items()]
+
+    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
+        figure, (axes,) = canvas()
+        for cell, curves in results.items():
+            for i, curve in enumerate(curves):
+                losses = _after(curve)
+                label = cell.label if i == 0 else None
+                axes.plot(np.arange(1, len(losses) + 1), losses, color=_COLOURS[cell.label], lw=0.9, label=label)
+        axes.set_yscale("log")
+        axes.set_ylim(1e-1, 1e30)
+        axes.set(
+            xlabel="steps after the change", ylabel="loss", title=f"After {request.evaluations:,} steps of learning"
+        )
+        axes.legend()
+        return {"bowl-frozen": figure}
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        return ["One line of the figure is one seed. A run that left the range of numbers counts as diverged."]
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        means = {row.optimizer: row.mean for row in rows if row.metric == METRIC and row.mean is not None}
+        frozen, fresh = means.get(FROZEN, math.inf), means.get("fresh LODO, new bowl", math.nan)
+        return (
+            f"{AT} steps after the change the frozen preconditioner's loss is 10^{frozen:.1f}, "
+            f"that of a LODO that starts afresh and learns on the fly 10^{fresh:.1f}."
+        )
+
+
+def _after(curve: Curve) -> np.ndarray:
+    """The losses after the change: the last steps of a run that did not stop early."""
+    planned = curve.run.evaluations
+    assert planned is not None
+    return curve["loss"].astype(np.float64)[max(0, planned - AFTER) :]

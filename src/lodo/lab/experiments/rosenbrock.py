@@ -1,0 +1,97 @@
+"""The Rosenbrock function: the appendix's table, the learning curves and the trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, tail
+from lodo.lab.report.figures import canvas, style
+from lodo.lab.report.tables import Paper, Row, measure
+
+PAPER: dict[str, Paper] = {
+    "Adam": (0.00005342, None),
+    "RMSprop": (0.0008967, None),
+    "Momentum": (0.01397, None),
+    "Yogi": (0.0007916, None),
+    "LODO": (0.001040, 0.00002140),
+}
+METRIC = "mean loss over the last 10 % (steps 180 to 200 in the paper)"
+START, MINIMUM = (-0.5, 2.0), (1.0, 1.0)
+SHOWN = 100  # steps of the trajectories, as in the paper's figure
+
+
+class RosenbrockExperiment(Experiment):
+    """Two parameters, a curved valley, no noise."""
+
+    name = "rosenbrock"
+    title = "Rosenbrock function"
+    shows = "Section 5.2 and its appendix: the table, the learning curves, the trajectories over the contours"
+    task = "rosenbrock"
+    full = Size(evaluations=200, seeds=8)
+    quick = Size(evaluations=200, seeds=2)
+    optimizers = ("adam", "rmsprop", "momentum", "yogi", "lodo")
+
+    def plan(self, request: Request) -> Plan:
+        return {
+            Cell(choice.label): [self.make_run(choice, seed, request) for seed in range(request.seeds)]
+            for choice in request.choices
+        }
+
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        return [
+            measure(cell.label, METRIC, curves, tail, PAPER.get(cell.label, (None, None)))
+            for cell, curves in results.items()
+        ]
+
+    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
+        return {"rosenbrock-curves": _curves(results), "rosenbrock-trajectories": _trajectories(results)}
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        return [
+            "Only LODO is random here, by its permutations and blocks; the others give the same run for every seed."
+        ]
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        means = {row.optimizer: row.mean for row in rows if row.mean is not None}
+        order = sorted(means, key=lambda name: means[name])
+        return "Lowest loss at the end first: " + ", ".join(f"{name} {means[name]:.3g}" for name in order) + "."
+
+
+def _curves(results: Results) -> Figure:
+    figure, (axes,) = canvas()
+    for cell, curves in results.items():
+        look = style(cell.label)
+        logs = [np.log(np.maximum(curve["loss"], 1e-300)) for curve in curves if not curve.diverged]
+        if not logs:
+            continue
+        shortest = min(map(len, logs))
+        values = np.stack([log[:shortest] for log in logs])
+        at, middle = np.arange(1, shortest + 1), values.mean(0)
+        axes.plot(at, np.exp(middle), color=look.color, ls=look.ls, label=cell.label)
+        if len(values) > 1 and np.any(spread := values.std(0, ddof=1)):
+            axes.fill_between(at, np.exp(middle - spread), np.exp(middle + spread), color=look.color, alpha=0.2, lw=0)
+    axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="loss", title="Rosenbrock function")
+    axes.legend()
+    return figure
+
+
+def _trajectories(results: Results) -> Figure:
+    figure, (axes,) = canvas(size=(6.5, 4.6))
+    x, y = np.meshgrid(np.linspace(-2.2, 2.2, 400), np.linspace(-1.2, 3.2, 400))
+    f = 0.01 * (x - 1) ** 2 + (x**2 - y) ** 2
+    axes.contour(x, y, f, levels=np.logspace(-3, 1.2, 15), colors="0.8", linewidths=0.6)
+    for cell, curves in results.items():
+        look, first = style(cell.label), curves[0]
+        if "x" in first.columns:
+            path = [np.append(start, first[name][:SHOWN]) for name, start in zip("xy", START, strict=True)]
+            axes.plot(*path, color=look.color, ls=look.ls, lw=1.1, marker="o", ms=1.6, label=cell.label)
+    axes.plot(*START, marker="*", color="red", ms=12, ls="none", label="start", zorder=5)
+    axes.plot(*MINIMUM, marker="*", color="green", ms=12, ls="none", label="minimum", zorder=5)
+    axes.set(xlim=(-2.2, 2.2), ylim=(-1.2, 3.2), xlabel="x", ylabel="y", title=f"The first {SHOWN} steps, first seed")
+    axes.grid(visible=False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure

@@ -1,0 +1,1 @@
+"""From curves to tables and figures."""

@@ -1,0 +1,112 @@
+"""What figures share: colours, curves with spread, files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lodo.lab.files import write_atomically
+from lodo.lab.run import Curve
+
+Dashes = str | tuple[int, tuple[int, ...]]
+
+# Okabe and Ito's colours, told apart by colour-blind readers, with dashes where one is used twice.
+_STYLES: dict[str, tuple[str, Dashes]] = {
+    "LODO": ("#0072b2", "-"),
+    "Adam": ("#e69f00", "-"),
+    "Momentum": ("#009e73", "-"),
+    "RMSprop": ("#cc79a7", "-"),
+    "Yogi": ("#d55e00", "-"),
+    "LARS": ("#f0e442", "-"),
+    "O-LBFGS": ("#56b4e9", "-"),
+    "L-BFGS": ("#7f7f7f", "-"),
+    "L-BFGS (authors' slip)": ("#7f7f7f", (0, (5, 1))),
+    "L2LBGDBGD": ("#332288", "-"),
+    "BFGS": ("#882255", ":"),
+    "Levenberg-Marquardt": ("#117733", ":"),
+    "Newton": ("#000000", ":"),
+}
+_OTHERS = ["#aa4499", "#44aa99", "#999933", "#88ccee", "#ddcc77", "#661100"]
+_RC: Any = {
+    "figure.dpi": 150,
+    "savefig.dpi": 150,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,  # text stays text
+}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How an optimizer is drawn, the same in every figure."""
+
+    color: str
+    ls: Dashes
+
+
+def style(label: str) -> Style:
+    """The style of a label; one that is not of the paper gets a colour from its name.
+
+    >>> style("LODO").color
+    '#0072b2'
+    """
+    if label in _STYLES:
+        return Style(*_STYLES[label])
+    return Style(_OTHERS[sum(label.encode()) % len(_OTHERS)], (0, (3, 1, 1, 1)))
+
+
+def canvas(columns: int = 1, rows: int = 1, size: tuple[float, float] = (6.0, 3.8)) -> tuple[Figure, list[Axes]]:
+    """An empty figure and its axes."""
+    with mpl.rc_context(_RC):
+        figure = plt.figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def binned(curves: Sequence[Curve], x: str = "evaluations", bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
+    """The mean loss of each curve over equal parts of the run: positions, and one row per curve."""
+    end = max(float(curve[x][-1]) for curve in curves)
+    edges = np.linspace(0, end, bins + 1)
+    rows = []
+    for curve in curves:
+        at = np.clip(np.searchsorted(edges, curve[x], side="left") - 1, 0, bins - 1)
+        counts = np.bincount(at, minlength=bins)
+        sums = np.bincount(at, weights=curve["loss"].astype(np.float64), minlength=bins)
+        rows.append(np.divide(sums, counts, out=np.full(bins, np.nan), where=counts > 0))
+    return edges[1:], np.stack(rows)
+
+
+def band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, name: str | None = None) -> None:
+    """The mean over seeds as a line and plus or minus one standard deviation as a band."""
+    look, middle = style(name or label), values.mean(0)
+    axes.plot(x, middle, color=look.color, ls=look.ls, label=label)
+    if len(values) > 1:
+        spread = values.std(0, ddof=1)
+        axes.fill_between(x, middle - spread, middle + spread, color=look.color, alpha=0.2, lw=0)
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Write a figure as PNG and PDF and close it."""
+    written = []
+    for kind in ("png", "pdf"):
+        buffer = io.BytesIO()
+        with mpl.rc_context(_RC):
+            figure.savefig(buffer, format=kind)
+        target = path.with_suffix(f".{kind}")
+        write_atomically(target, buffer.getvalue())
+        written.append(target)
+    plt.close(figure)
+    return written

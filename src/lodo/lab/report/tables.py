@@ -1,0 +1,103 @@
+"""Rows of figures beside the paper's, for people and for machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import mean, stdev
+
+from rich.table import Table
+
+from lodo.lab.run import Curve
+
+Paper = tuple[float | None, float | None]  # mean and standard deviation, where the paper gives them
+COLUMNS = ("optimizer", "ours", "paper", "difference", "seeds")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: the mean over seeds that did not diverge, and their spread."""
+
+    optimizer: str
+    metric: str
+    mean: float | None
+    std: float | None
+    seeds: int
+    diverged: int
+    paper_mean: float | None = None
+    paper_std: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """The row as text, in the order of `COLUMNS`."""
+        difference = ""
+        if self.mean is not None and self.paper_mean:
+            difference = f"{100 * (self.mean / self.paper_mean - 1):+.1f} %"
+        ours = with_spread(self.mean, self.std) if self.mean is not None else "diverged"
+        seeds = str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged and self.mean is not None else "")
+        return self.optimizer, ours, with_spread(self.paper_mean, self.paper_std), difference, seeds
+
+
+def measure(
+    optimizer: str, metric: str, curves: Sequence[Curve], value: Callable[[Curve], float], paper: Paper = (None, None)
+) -> Row:
+    """A row from the curves of all seeds; a value that is not finite counts as diverged."""
+    values = [math.nan if curve.diverged else value(curve) for curve in curves]
+    finite = [v for v in values if math.isfinite(v)]
+    return Row(
+        optimizer=optimizer,
+        metric=metric,
+        mean=mean(finite) if finite else None,
+        std=stdev(finite) if len(finite) > 1 else None,
+        seeds=len(values),
+        diverged=len(values) - len(finite),
+        paper_mean=paper[0],
+        paper_std=paper[1],
+    )
+
+
+def with_spread(middle: float | None, spread: float | None) -> str:
+    """A mean and, unless all seeds agree, its standard deviation, to digits that suit the size of the mean.
+
+    >>> with_spread(8.9312, 0.0271), with_spread(0.00104, 2e-5), with_spread(18602.71, 0.0), with_spread(None, None)
+    ('8.93 ± 0.03', '1.040e-03 ± 2.0e-05', '18603', '')
+    """
+    if middle is None:
+        return ""
+    size = abs(middle)
+    if not 0.01 <= size < 1e7 and size > 0:
+        return f"{middle:.3e}" + (f" ± {spread:.1e}" if spread else "")
+    digits = 4 if size < 1 else 2 if size < 1000 else 0
+    return f"{middle:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread else "")
+
+
+def by_metric(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows in the order given, in one table for each metric."""
+    return [(metric, list(group)) for metric, group in groupby(rows, key=lambda row: row.metric)]
+
+
+def markdown(title: str, about: str, rows: Iterable[Row], notes: Iterable[str]) -> str:
+    """All tables of an experiment as a Markdown file."""
+    lines = [f"# {title}", "", about, ""]
+    for metric, group in by_metric(rows):
+        lines += [f"## {metric}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
+        lines += [_line(row.cells) for row in group]
+        lines.append("")
+    lines += [f"- {note}" for note in notes]
+    return "\n".join(lines) + "\n"
+
+
+def terminal(metric: str, rows: Iterable[Row]) -> Table:
+    """One table for the terminal."""
+    table = Table(title=metric, title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "optimizer" else "right")
+    for row in rows:
+        table.add_row(*row.cells, style="bold" if row.optimizer == "LODO" else "")
+    return table
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
