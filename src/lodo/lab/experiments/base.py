@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from lodo._checks import check_int, check_real
-from lodo.lab.baselines import Choice, paper_hyperparameters
+from lodo.lab.baselines import Choice, paper_hyperparameters, parse
 from lodo.lab.report.tables import Row
 from lodo.lab.run import Curve, Run
 
@@ -72,7 +72,7 @@ class Experiment(ABC):
     task: ClassVar[str]
     full: ClassVar[Size]
     quick: ClassVar[Size]
-    optimizers: ClassVar[tuple[str, ...]]
+    optimizers: ClassVar[str]  # as on the command line
 
     def request(
         self,
@@ -92,7 +92,7 @@ class Experiment(ABC):
             evaluations,
             seconds,
             size.seeds if seeds is None else seeds,
-            tuple(Choice(name) for name in self.optimizers) if choices is None else tuple(choices),
+            tuple(parse(self.optimizers) if choices is None else choices),
             task_options or {},
         )
 

@@ -38,7 +38,7 @@ class FrozenExperiment(Experiment):
     task = "bowl"
     full = Size(evaluations=100_000, seeds=8)
     quick = Size(evaluations=20_000, seeds=2)
-    optimizers = ("lodo",)
+    optimizers = "lodo"
 
     def plan(self, request: Request) -> Plan:
         """Four cells, in double precision as the losses grow beyond single; only LODO can be asked for."""

@@ -35,7 +35,7 @@ class NoiseExperiment(Experiment):
     task = "bowl"
     full = Size(evaluations=100_000, seeds=8)
     quick = Size(evaluations=10_000, seeds=1)
-    optimizers = ("adam", "momentum", "rmsprop", "yogi", "lbfgs", "lbfgs_slip", "olbfgs", "lodo", "newton")
+    optimizers = "adam, momentum, rmsprop, yogi, lbfgs, lbfgs_slip, olbfgs, lodo, newton"
 
     def plan(self, request: Request) -> Plan:
         if "v" in request.task_options:

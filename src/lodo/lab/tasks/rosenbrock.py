@@ -7,20 +7,27 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lodo._checks import check_real
 from lodo.lab.tasks.base import Task
 
 
 class Rosenbrock(Task):
-    """``0.01 (x - 1)^2 + (x^2 - y)^2`` from (-0.5, 2), in double precision; nothing in it is random.
+    """``0.01 (x - 1)^2 + (x^2 - y)^2`` from (-0.5, 2), in double precision.
+
+    Args:
+        seed: draws the jitter; nothing else is random.
+        jitter: standard deviation of a change to the start, to see how much a run depends on it.
 
     Example:
         >>> round(Rosenbrock(seed=0).evaluate(), 4)
         3.085
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, jitter: float = 0.0) -> None:
         super().__init__(seed)
-        self.params = [Parameter(torch.tensor([-0.5, 2.0], dtype=torch.float64))]
+        check_real("jitter", jitter, low=0.0)
+        start = torch.tensor([-0.5, 2.0], dtype=torch.float64)
+        self.params = [Parameter(start + jitter * torch.randn(2, generator=self.rng, dtype=torch.float64))]
 
     def loss(self) -> Tensor:
         x, y = self.params[0]
