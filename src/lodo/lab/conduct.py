@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results
 from lodo.lab.files import write_atomically
 from lodo.lab.report import tables
-from lodo.lab.report.figures import save
+from lodo.lab.report.figures import look, save
 from lodo.lab.run import Run, environment, load
 from lodo.lab.sweep import Report, sweep
 
@@ -57,9 +57,9 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
     about = experiment.about(request)
     write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     write_atomically(folder / "table.md", tables.markdown(experiment.title, about, rows, notes).encode())
-    written = [
-        file for name, figure in experiment.figures(request, results).items() for file in save(figure, folder / name)
-    ]
+    with look():
+        figures = experiment.figures(request, results)
+        written = [file for name, figure in figures.items() for file in save(figure, folder / name)]
     console.print(f"[bold]{experiment.title}[/bold]: {about}", highlight=False)
     for metric, group in tables.by_metric(rows):
         console.print(tables.terminal(metric, group))

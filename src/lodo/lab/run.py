@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import math
+import pickle
 import platform
 import time
 from array import array
@@ -272,14 +273,16 @@ class _Training:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, if there is one that can be trusted."""
-        data = read_checked(path)
-        if data is None:
-            if path.exists():
-                log.warning("%s is damaged: the run starts again", path)
+        if not path.exists():
             return
-        state = torch.load(io.BytesIO(data), weights_only=True)
-        if state["settings"] != self.run.settings:
-            log.warning("%s is of another run: the run starts again", path)
+        data = read_checked(path)
+        try:
+            state = torch.load(io.BytesIO(data or b""), weights_only=True)
+            if state["settings"] != self.run.settings:
+                raise ValueError("it is of another run")
+        except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+            reason = "it is damaged" if data is None else str(error).partition("\n")[0]
+            log.warning("%s is not used and the run starts again: %s", path, reason)
             return
         self.task.load_state_dict(state["task"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -4,7 +4,7 @@ An LSTM shared by all coordinates reads a gradient and writes a step. It is trai
 noisy quadratic bowls, the task on which the LODO paper compares it.
 
 Its authors give the network (two layers of 20, the preprocessing, the output times 0.1) and the training (Adam,
-unrolls of 20 steps in episodes of 100). The rest is chosen by measurement: four bowls an episode, a rate that falls
+unrolls of 20 steps in episodes of 100). The rest is chosen by measurement: two bowls an episode, a rate that falls
 linearly to zero, and the weights kept that track held-out bowls best in a run longer than an episode. The last
 matters: an episode that starts in the minimum is over before the slow directions of the bowl count, so its loss does
 not tell which weights track well for 100,000 steps.
@@ -166,8 +166,8 @@ def train(
     length: int = 100,
     n: int = 100,
     v: float = 1.0,
-    batch: int = 4,
-    check_every: int = 20,
+    batch: int = 2,
+    check_every: int = 10,
     check_steps: int = 1000,
     on_progress: Callable[[int], None] | None = None,
 ) -> dict[str, Tensor]:

@@ -23,7 +23,8 @@ class StochasticLBFGS(VectorOptimizer):
         lr: the rate at the start.
         tau: the time scale of its fall, in steps.
         memory: pairs remembered.
-        first: scale of the very first step, which has no pair yet.
+        first: scale of the very first step, which has no pair yet. As long as rounding swallows the change of the
+            gradient that it makes (in single precision, at the default), it is tried again ten times as long.
         scaling: the initial matrix of the two-loop recursion as a multiple of the identity, ``s.y / y.y``
             over the ``"newest"`` pair (L-BFGS), the ``"mean"`` over all pairs (O-LBFGS), or, as an indexing
             slip in the authors' code has it, the oldest s with the newest y (``"slip"``).
@@ -57,19 +58,24 @@ class StochasticLBFGS(VectorOptimizer):
         check_choice("scaling", scaling, SCALINGS)
         super().__init__(params, {"lr": lr, "tau": tau, "memory": memory, "first": first, "scaling": scaling})
 
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; the closure is called before and after it."""
+        if closure is None:
+            raise ValueError("closure must be given to L-BFGS, which evaluates every batch twice, got None")
+        return super().step(closure)
+
     def displacement(self, g: Tensor) -> Tensor:
         group, memory = self.param_groups[0], self.memory
         if not memory:
-            memory.update(t=0, S=g.new_empty(0, len(g)), Y=g.new_empty(0, len(g)))
+            memory.update(t=0, first=group["first"], S=g.new_empty(0, len(g)), Y=g.new_empty(0, len(g)))
         if not len(memory["S"]):
-            return g * -float(group["first"])
+            return g * -float(memory["first"])
         eta = float(group["lr"] * group["tau"] / (group["tau"] + memory["t"]))
         return -eta * two_loop(g, memory["S"], memory["Y"], group["scaling"])
 
     def after(self, s: Tensor, g: Tensor, closure: Closure | None) -> None:
         """Evaluate the same batch again at the new point and remember the pair."""
-        if closure is None:
-            raise ValueError("closure must be given to L-BFGS, which evaluates every batch twice, got None")
+        assert closure is not None
         with torch.enable_grad():
             closure()
         memory, size = self.memory, self.param_groups[0]["memory"]
@@ -78,6 +84,8 @@ class StochasticLBFGS(VectorOptimizer):
         if s @ y > 0:  # else the curvature along s is not positive, and the matrix would not stay so
             memory["S"] = torch.cat([memory["S"], s[None]])[-size:]
             memory["Y"] = torch.cat([memory["Y"], y[None]])[-size:]
+        else:
+            memory["first"] = min(10 * memory["first"], 1.0)
 
 
 def two_loop(g: Tensor, S: Tensor, Y: Tensor, scaling: str) -> Tensor:

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats, tail
 from lodo.lab.report.figures import band, binned, canvas, style
@@ -138,15 +139,17 @@ def draw_sigma(axes: Axes, results: Results) -> None:
 def draw_curves(axes: Axes, results: Results, x: str, best: float) -> None:
     """Loss on fresh batches by step or by second, mean and spread over seeds, with Newton's line."""
     for cell, curves in results.items():
-        if cell.label != "Newton":
-            at, values = binned(curves, x)
-            band(axes, at, values, cell.label)
+        fine = [curve for curve in curves if not curve.diverged and tracking_error(curve) < math.inf]
+        if fine and cell.label != "Newton":
+            band(axes, *binned(fine, x), cell.label)
+        elif not fine:
+            axes.plot([], [], color=style(cell.label).color, ls=style(cell.label).ls, label=f"{cell.label} (diverged)")
     axes.axhline(best, color=style("Newton").color, ls=":", label=f"Newton ({best:.4g})")
     axes.set_yscale("log")
     axes.set_ylim(0.85 * best, 12 * best)
-    ticks = [best * factor for factor in (1, 1.5, 2, 3, 5, 8)]
-    axes.set_yticks(ticks, [f"{tick:.3g}" for tick in ticks])
-    axes.set_yticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set(
         xlabel="step" if x == "evaluations" else "seconds of training",
         ylabel="loss (mean over 1 % of the run)",
@@ -179,5 +182,5 @@ def compare(losses: dict[str, float], verb: str) -> str:
     ours, theirs = losses["LODO"], rivals[rival]
     return (
         f"LODO {verb} {ours:.4g}, {abs(1 - ours / theirs):.0%} {'below' if ours < theirs else 'ABOVE'} "
-        f"the best rival of its cost class ({rival}, {theirs:.4g})."
+        f"the best rival that large networks can afford ({rival}, {theirs:.4g})."
     )

@@ -75,14 +75,14 @@ class NoiseExperiment(Experiment):
         best = [Bowl(0, v=v, **request.task_options).newton for v in VARIANCES]
         means = {(row.optimizer, row.metric): row.mean for row in self.rows(request, results)}
         for label in dict.fromkeys(cell.label for cell in results):
-            look = style(label)
+            drawn = style(label)
             losses = [means[label, f"loss, v = {v:g}"] for v in VARIANCES]
             there = [(v, loss, low) for v, loss, low in zip(VARIANCES, losses, best, strict=True) if loss is not None]
             if there:
                 v, loss, low = zip(*there, strict=True)
-                left.plot(v, loss, marker="o", ms=3, color=look.color, ls=look.ls, label=label)
+                left.plot(v, loss, marker="o", ms=3, color=drawn.color, ls=drawn.ls, label=label)
                 ratio = [a / b for a, b in zip(loss, low, strict=True)]
-                right.plot(v, ratio, marker="o", ms=3, color=look.color, ls=look.ls, label=label)
+                right.plot(v, ratio, marker="o", ms=3, color=drawn.color, ls=drawn.ls, label=label)
         for axes in (left, right):
             axes.set_xscale("log")
             axes.set_yscale("log")

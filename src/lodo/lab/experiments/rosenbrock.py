@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -36,7 +37,9 @@ class RosenbrockExperiment(Experiment):
 
     def plan(self, request: Request) -> Plan:
         return {
-            Cell(choice.label): [self.make_run(choice, seed, request) for seed in range(request.seeds)]
+            Cell(choice.label): [
+                replace(self.make_run(choice, seed, request), track_every=1) for seed in range(request.seeds)
+            ]
             for choice in request.choices
         }
 
@@ -78,16 +81,16 @@ def _metric(request: Request) -> str:
 def _curves(results: Results) -> Figure:
     figure, (axes,) = canvas()
     for cell, curves in results.items():
-        look = style(cell.label)
+        drawn = style(cell.label)
         logs = [np.log(np.maximum(curve["loss"], 1e-300)) for curve in curves if not curve.diverged]
         if not logs:
             continue
         shortest = min(map(len, logs))
         values = np.stack([log[:shortest] for log in logs])
         at, middle = np.arange(1, shortest + 1), values.mean(0)
-        axes.plot(at, np.exp(middle), color=look.color, ls=look.ls, label=cell.label)
+        axes.plot(at, np.exp(middle), color=drawn.color, ls=drawn.ls, label=cell.label)
         if len(values) > 1 and np.any(spread := values.std(0, ddof=1)):
-            axes.fill_between(at, np.exp(middle - spread), np.exp(middle + spread), color=look.color, alpha=0.2, lw=0)
+            axes.fill_between(at, np.exp(middle - spread), np.exp(middle + spread), color=drawn.color, alpha=0.2, lw=0)
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel="loss", title="Rosenbrock function")
     axes.legend()
@@ -100,10 +103,10 @@ def _trajectories(results: Results) -> Figure:
     f = 0.01 * (x - 1) ** 2 + (x**2 - y) ** 2
     axes.contour(x, y, f, levels=np.logspace(-3, 1.2, 15), colors="0.8", linewidths=0.6)
     for cell, curves in results.items():
-        look, first = style(cell.label), curves[0]
+        drawn, first = style(cell.label), curves[0]
         if "x" in first.columns:
             path = [np.append(start, first[name][:SHOWN]) for name, start in zip("xy", START, strict=True)]
-            axes.plot(*path, color=look.color, ls=look.ls, lw=1.1, marker="o", ms=1.6, label=cell.label)
+            axes.plot(*path, color=drawn.color, ls=drawn.ls, lw=0.9, marker="o", ms=1.8, label=cell.label)
     axes.plot(*START, marker="*", color="red", ms=12, ls="none", label="start", zorder=5)
     axes.plot(*MINIMUM, marker="*", color="green", ms=12, ls="none", label="minimum", zorder=5)
     axes.set(xlim=(-2.2, 2.2), ylim=(-1.2, 3.2), xlabel="x", ylabel="y", title=f"The first {SHOWN} steps, first seed")

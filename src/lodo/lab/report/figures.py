@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,14 @@ def style(label: str) -> Style:
 
 def canvas(columns: int = 1, rows: int = 1, size: tuple[float, float] = (6.0, 3.8)) -> tuple[Figure, list[Axes]]:
     """An empty figure and its axes."""
-    with mpl.rc_context(_RC):
-        figure = plt.figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False)
-    return figure, list(axes.flat)
+    figure = plt.figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def look() -> AbstractContextManager[None]:
+    """The common look, while figures are drawn and saved."""
+    context: AbstractContextManager[None] = mpl.rc_context(_RC)
+    return context
 
 
 def binned(curves: Sequence[Curve], x: str = "evaluations", bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
@@ -91,11 +96,11 @@ def binned(curves: Sequence[Curve], x: str = "evaluations", bins: int = 100) -> 
 
 def band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, name: str | None = None) -> None:
     """The mean over seeds as a line and plus or minus one standard deviation as a band."""
-    look, middle = style(name or label), values.mean(0)
-    axes.plot(x, middle, color=look.color, ls=look.ls, label=label)
+    drawn, middle = style(name or label), values.mean(0)
+    axes.plot(x, middle, color=drawn.color, ls=drawn.ls, lw=1.2, label=label)
     if len(values) > 1:
         spread = values.std(0, ddof=1)
-        axes.fill_between(x, middle - spread, middle + spread, color=look.color, alpha=0.2, lw=0)
+        axes.fill_between(x, middle - spread, middle + spread, color=drawn.color, alpha=0.2, lw=0)
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
@@ -103,8 +108,7 @@ def save(figure: Figure, path: Path) -> list[Path]:
     written = []
     for kind in ("png", "pdf"):
         buffer = io.BytesIO()
-        with mpl.rc_context(_RC):
-            figure.savefig(buffer, format=kind)
+        figure.savefig(buffer, format=kind)
         target = path.with_suffix(f".{kind}")
         write_atomically(target, buffer.getvalue())
         written.append(target)

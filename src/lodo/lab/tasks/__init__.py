@@ -22,4 +22,7 @@ def make_task(name: str, options: Mapping[str, Any], seed: int) -> Task:
     torch.Size([10])
     """
     check_choice("task", name, tuple(TASKS))
-    return TASKS[name](seed, **options)
+    try:
+        return TASKS[name](seed, **options)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error

@@ -1,0 +1,340 @@
+"""Runs on disk: finished once, resumed bit for bit, never trusted when damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lodo.lab import run as module
+from lodo.lab.baselines import paper_hyperparameters
+from lodo.lab.run import Run, execute, load
+
+EVERY = ("adam", "momentum", "rmsprop", "yogi", "lbfgs", "lbfgs_slip", "olbfgs", "l2l", "lodo", "bfgs", "lm", "newton")
+
+
+def bowl(optimizer="lodo", evaluations=60, seed=0, **settings):
+    settings.setdefault("options", paper_hyperparameters("bowl", optimizer))
+    settings.setdefault("task_options", {"n": 12})
+    return Run("bowl", optimizer, seed, evaluations, **settings)
+
+
+def same_but_for_time(a, b):
+    assert a.columns.keys() == b.columns.keys()
+    for name in a.columns.keys() - {"seconds"}:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+class Killed(BaseException):
+    """Stands in for the end of the process."""
+
+
+def interrupted(run, folder, monkeypatch, after):
+    """Execute with a checkpoint at every opportunity, and die after so many of them."""
+    left = after
+
+    def progress(_):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+
+    monkeypatch.setattr(module, "_BREATH", 0.0)
+    with pytest.raises(Killed):
+        execute(run, folder, checkpoint_every=-1, progress=progress)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("optimizer", EVERY)
+def test_an_interrupted_run_resumes_bit_for_bit(optimizer, tmp_path, monkeypatch):
+    run = bowl(optimizer, track_every=7)
+    execute(run, tmp_path / "whole")
+    for after in (1, 13):
+        interrupted(run, tmp_path / "parts", monkeypatch, after)
+        assert run.checkpoint_path(tmp_path / "parts").exists()
+        assert load(run, tmp_path / "parts") is None
+    execute(run, tmp_path / "parts")
+    same_but_for_time(load(run, tmp_path / "parts"), load(run, tmp_path / "whole"))
+    assert [file.name for file in (tmp_path / "parts").iterdir()] == [run.path(tmp_path).name]
+
+
+@pytest.mark.parametrize("name", ["torch.AdamW", "torch.Rprop", "pytorch_optimizer.soap", "pytorch_optimizer.adahessian"])
+def test_library_optimizers_resume_too(name, tmp_path, monkeypatch):
+    run = bowl(name, 30, options={"lr": 0.1})
+    execute(run, tmp_path / "whole")
+    interrupted(run, tmp_path / "parts", monkeypatch, 11)
+    execute(run, tmp_path / "parts")
+    same_but_for_time(load(run, tmp_path / "parts"), load(run, tmp_path / "whole"))
+
+
+def test_the_bowl_is_renewed_and_g_frozen_across_an_interruption(tmp_path, monkeypatch):
+    options = {**paper_hyperparameters("bowl", "lodo"), "freeze_at": 20}
+    run = bowl("lodo_frozen", 40, task_options={"n": 8, "renew_at": 20}, options=options)
+    execute(run, tmp_path / "whole")
+    for after in (15, 25):
+        interrupted(run, tmp_path / str(after), monkeypatch, after)
+        execute(run, tmp_path / str(after))
+        same_but_for_time(load(run, tmp_path / str(after)), load(run, tmp_path / "whole"))
+
+
+def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
+    run = bowl("adam")
+    path = execute(run, tmp_path)
+    before = path.read_bytes()
+    monkeypatch.setattr(module, "_Training", None)
+    assert execute(run, tmp_path) == path
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "altered", "foreign", "text"])
+def test_a_damaged_file_is_noticed_and_made_again(damage, tmp_path, caplog):
+    run, other = bowl("adam"), bowl("adam", seed=1)
+    path = execute(run, tmp_path)
+    good, whole = load(run, tmp_path), path.read_bytes()
+    execute(other, tmp_path)
+    altered = bytearray(whole)
+    altered[len(whole) // 4] ^= 1  # in the middle of a column
+    path.write_bytes(
+        {
+            "empty": b"",
+            "cut": whole[:-100],
+            "altered": bytes(altered),
+            "foreign": other.path(tmp_path).read_bytes(),
+            "text": b"step,loss\n1,2\n",
+        }[damage]
+    )
+    assert load(run, tmp_path) is None
+    assert path.name in caplog.text
+    execute(run, tmp_path)
+    same_but_for_time(load(run, tmp_path), good)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "altered", "foreign"])
+def test_a_damaged_checkpoint_is_noticed_and_not_used(damage, tmp_path, monkeypatch, caplog):
+    run, other = bowl("adam"), bowl("adam", seed=1)
+    execute(run, tmp_path / "whole")
+    for each in (run, other):
+        interrupted(each, tmp_path, monkeypatch, 9)
+    path = run.checkpoint_path(tmp_path)
+    whole = path.read_bytes()
+    altered = bytearray(whole)
+    altered[-len(whole) // 3] ^= 1
+    foreign = other.checkpoint_path(tmp_path).read_bytes()
+    path.write_bytes({"empty": b"", "cut": whole[:-1], "altered": bytes(altered), "foreign": foreign}[damage])
+    execute(run, tmp_path)
+    assert path.name in caplog.text
+    same_but_for_time(load(run, tmp_path), load(run, tmp_path / "whole"))
+
+
+def test_a_checkpoint_is_never_unpickled_as_code(tmp_path):
+    """A well-formed file with a hostile object in it is refused by torch."""
+    run = bowl("adam")
+    program = f"""
+        import io, os, torch
+        from pathlib import Path
+        from lodo.lab.files import write_checked
+        class Hostile:
+            def __reduce__(self):
+                return os.mkdir, ({str(tmp_path / "owned")!r},)
+        buffer = io.BytesIO()
+        torch.save({{"settings": Hostile()}}, buffer)
+        write_checked(Path({str(run.checkpoint_path(tmp_path))!r}), buffer.getvalue())
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+    execute(run, tmp_path)
+    assert not (tmp_path / "owned").exists()
+    assert load(run, tmp_path) is not None
+
+
+def test_a_diverged_run_is_recorded_as_such(tmp_path):
+    for optimizer, options in (("momentum", {"lr": 1e3, "beta": 0.9}), ("lodo", {"lr": 1e3, "beta": 0.0})):
+        run = bowl(optimizer, 500, options=options)
+        execute(run, tmp_path)
+        curve = load(run, tmp_path)
+        assert curve.diverged
+        assert 1 < len(curve["step"]) < 500
+
+
+def test_the_file_opens_with_pandas(tmp_path):
+    run = bowl("lodo", track_every=20)
+    frame = pd.read_parquet(execute(run, tmp_path))
+    assert list(frame.columns) == [
+        "step",
+        "evaluations",
+        "seconds",
+        "loss",
+        "repeat_loss",
+        "sigma",
+        "sigma_exact",
+    ]
+    assert list(frame.step) == list(range(1, 61))
+    assert frame.seconds.is_monotonic_increasing
+    assert frame.seconds.iloc[0] > 0
+    assert list(frame.index[frame.sigma.notna()] + 1) == [20, 40, 60]
+    assert frame.repeat_loss.isna().all()
+
+
+def test_a_long_curve_is_compact(tmp_path):
+    path = execute(bowl("momentum", 5000, task_options={"n": 2}), tmp_path)
+    assert path.stat().st_size < 5000 * 8
+
+
+def test_every_evaluation_counts(tmp_path):
+    run = bowl("olbfgs", 30)
+    execute(run, tmp_path)
+    curve = load(run, tmp_path)
+    assert list(curve["evaluations"]) == list(range(2, 31, 2))
+    assert np.all(curve["repeat_loss"][5:] < curve["loss"][5:])  # the same batch after the step
+
+
+def test_measuring_takes_no_training_time_and_changes_nothing(tmp_path, monkeypatch):
+    plain, tracked = bowl("lodo"), bowl("lodo", track_every=1)
+    execute(plain, tmp_path)
+
+    def slow(self, optimizer, step):
+        time.sleep(0.02)
+        return {"sigma": 1.0}
+
+    monkeypatch.setattr("lodo.lab.tasks.Bowl.tracked", slow)
+    execute(tracked, tmp_path)
+    assert load(tracked, tmp_path)["seconds"][-1] < 60 * 0.02
+    np.testing.assert_array_equal(load(plain, tmp_path)["loss"], load(tracked, tmp_path)["loss"])
+
+
+def test_seconds_end_a_run(tmp_path):
+    run = bowl("adam", None, seconds=0.4)
+    execute(run, tmp_path)
+    seconds = load(run, tmp_path)["seconds"]
+    assert seconds[-1] >= 0.4
+    assert seconds[-2] < 0.4
+
+
+def test_the_same_settings_have_the_same_address_in_any_order():
+    a = bowl("adam", options={"lr": 1.0, "beta1": 0.5})
+    assert a.name == bowl("adam", options={"beta1": 0.5, "lr": 1.0}).name
+    others = [
+        bowl("adam", options={"lr": 1.0, "beta1": 0.4}),
+        bowl("yogi", options=a.options),
+        bowl("adam", options=a.options, seed=1),
+        bowl("adam", options=a.options, evaluations=61),
+        bowl("adam", options=a.options, track_every=1),
+        bowl("adam", options=a.options, task_options={"n": 13}),
+    ]
+    assert len({run.name for run in [a, *others]}) == 7
+
+
+def test_the_numbers_are_the_same_in_another_process_and_the_callers_are_left_alone(tmp_path):
+    run = bowl("lodo", 200, task_options={})
+    torch.manual_seed(5)
+    expected, threads = torch.rand(3), torch.get_num_threads()
+    torch.manual_seed(5)
+    execute(run, tmp_path / "here")
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+    program = f"""
+        from pathlib import Path
+        from lodo.lab.run import Run, execute
+        execute(Run("bowl", "lodo", 0, 200, options={dict(run.options)!r}), Path({str(tmp_path / "there")!r}))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+    same_but_for_time(load(run, tmp_path / "here"), load(run, tmp_path / "there"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"evaluations": 0}, "evaluations"),
+        ({"evaluations": None}, "evaluations or seconds"),
+        ({"seconds": 0.0}, "seconds"),
+        ({"track_every": -2}, "track_every"),
+    ],
+)
+def test_bad_settings_are_named(settings, name):
+    with pytest.raises(ValueError, match=name):
+        Run("bowl", "adam", **{"seed": 0, "evaluations": 10, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"task": "bowel"}, "task must be one of 'bowl', 'rosenbrock', got 'bowel'"),
+        ({"options": {"learning_rate": 1}}, "learning_rate"),
+        ({"task_options": {"n": 0}}, "n must be"),
+        ({"task_options": {"size": 3}}, "size"),
+    ],
+)
+def test_check_says_what_the_run_would_end_with(settings, said):
+    run = Run(**{"task": "bowl", "optimizer": "adam", "seed": 0, "evaluations": 10, **settings})
+    with pytest.raises(ValueError, match=said):
+        run.check()
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
+    target = tmp_path / "file"
+    program = f"""
+        import itertools
+        from pathlib import Path
+        from lodo.lab.files import write_checked
+        for i in itertools.count():
+            write_checked(Path({str(target)!r}), bytes([i % 256]) * 3_000_000)
+    """
+    from lodo.lab.files import read_checked, remove_leftovers
+
+    for delay in (0.0, 0.011, 0.023, 0.037, 0.05):
+        writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+        while not target.exists():
+            time.sleep(0.005)
+        time.sleep(delay)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        data = read_checked(target)
+        assert data is not None
+        assert len(set(data)) == 1
+        assert len(data) == 3_000_000
+    remove_leftovers(target)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tmp_path):
+    """Files may not grow beyond 9 kB: checkpoints fail, the run goes on, and says what it could not write."""
+    program = f"""
+        import logging, resource, sys
+        from pathlib import Path
+        from lodo.lab import run as module
+        logging.basicConfig()
+        module._BREATH = 0.01
+        folder = Path({str(tmp_path)!r})
+        run = module.Run("bowl", "adam", 0, int(sys.argv[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000))
+        module.execute(run, folder, checkpoint_every=-1)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    short = subprocess.run([*command, "300"], capture_output=True, text=True)
+    assert short.returncode == 0, short.stderr
+    assert "no checkpoint" in short.stderr
+    assert load(Run("bowl", "adam", 0, 300), tmp_path) is not None
+    long = subprocess.run([*command, "4000"], capture_output=True, text=True)
+    assert long.returncode != 0
+    assert "File too large" in long.stderr
+    assert [file.name for file in tmp_path.iterdir()] == [Run("bowl", "adam", 0, 300).path(tmp_path).name]
+
+
+def test_metadata_tells_what_the_numbers_were_made_with(tmp_path):
+    import pyarrow.parquet as pq
+
+    run = bowl("adam")
+    about = json.loads(pq.read_schema(execute(run, tmp_path)).metadata[b"lodo"])
+    assert about["settings"]["optimizer"] == "adam"
+    assert about["environment"]["torch"] == torch.__version__.split("+")[0] or about["environment"]["torch"]
+    assert about["steps"] == 60
+    assert about["diverged"] is False
