@@ -67,7 +67,9 @@ def test_an_interrupted_run_resumes_bit_for_bit(optimizer, tmp_path, monkeypatch
     assert [file.name for file in (tmp_path / "parts").iterdir()] == [run.path(tmp_path).name]
 
 
-@pytest.mark.parametrize("name", ["torch.AdamW", "torch.Rprop", "pytorch_optimizer.soap", "pytorch_optimizer.adahessian"])
+@pytest.mark.parametrize(
+    "name", ["torch.AdamW", "torch.Rprop", "pytorch_optimizer.soap", "pytorch_optimizer.adahessian"]
+)
 def test_library_optimizers_resume_too(name, tmp_path, monkeypatch):
     run = bowl(name, 30, options={"lr": 0.1})
     execute(run, tmp_path / "whole")

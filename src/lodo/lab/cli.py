@@ -59,6 +59,9 @@ def run(
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
     ] = None,
+    checkpoint_every: Annotated[
+        float, typer.Option(help="Seconds between a run's checkpoints, the most that a kill can cost.", min=0)
+    ] = 10.0,
 ) -> None:
     """Run one of the paper's experiments: its table beside the paper's, its figures, and every curve.
 
@@ -80,7 +83,15 @@ def run(
             choices=None if optimizers is None else parse(optimizers),
             task_options=_options(task),
         )
-        conduct(experiment, request, out, workers=workers, scheduler=scheduler, console=console)
+        conduct(
+            experiment,
+            request,
+            out,
+            workers=workers,
+            scheduler=scheduler,
+            checkpoint_every=checkpoint_every,
+            console=console,
+        )
     except (ValueError, OSError, RunError) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error

@@ -27,6 +27,7 @@ def conduct(
     *,
     workers: int | None = None,
     scheduler: str | None = None,
+    checkpoint_every: float = 10.0,
     console: Console | None = None,
 ) -> Path:
     """Run an experiment to its end and return the folder of its results.
@@ -38,7 +39,14 @@ def conduct(
     plan = experiment.plan(request)
     runs = [run for seeds in zip(*plan.values(), strict=True) for run in seeds]  # all optimizers' first seeds first
     with _display(plan, console) as report:
-        sweep(runs, out / "runs", workers=workers, scheduler=scheduler, report=report)
+        sweep(
+            runs,
+            out / "runs",
+            workers=workers,
+            scheduler=scheduler,
+            report=report,
+            checkpoint_every=checkpoint_every,
+        )
     results: Results = {
         cell: [curve for run in runs if (curve := load(run, out / "runs")) is not None] for cell, runs in plan.items()
     }

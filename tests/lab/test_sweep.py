@@ -1,0 +1,162 @@
+"""Sweeps on real processes, disturbed the way real ones are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import distributed
+import numpy as np
+import psutil
+import pytest
+
+from lodo.lab.run import Run, execute, load
+from lodo.lab.sweep import RunError, sweep
+
+SETTINGS = ("--steps", "12000", "--seeds", "2", "--optimizers", "lodo, olbfgs", "--checkpoint-every", "0.2")
+
+
+def lodo(*args, **kwargs):
+    """The command in a process group of its own, as a shell starts it."""
+    command = [sys.executable, "-m", "lodo", "run", "bowl", *SETTINGS, *map(str, args)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, **kwargs
+    )
+
+
+def finish(process, code=0):
+    out, _ = process.communicate(timeout=180)
+    assert process.returncode == code, out
+    return out
+
+
+def workers_of(process):
+    every = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in every if "spawn_main" in " ".join(child.cmdline())]
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def checkpoints(out):
+    return list((out / "runs").glob("*.checkpoint"))
+
+
+def finished(out):
+    return list((out / "runs").glob("*.parquet"))
+
+
+def summary(out):
+    content = json.loads((out / "bowl" / "summary.json").read_text())
+    del content["timings"]
+    return content
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed")
+    finish(lodo("--out", out, "--workers", 0))
+    return summary(out)
+
+
+def test_a_killed_worker_changes_nothing(undisturbed, tmp_path):
+    process = lodo("--out", tmp_path, "--workers", 2)
+    wait_for(lambda: len(checkpoints(tmp_path)) == 2, process)
+    workers_of(process)[0].send_signal(signal.SIGKILL)
+    time.sleep(1.5)
+    for worker in workers_of(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGKILL)
+    finish(process)
+    assert summary(tmp_path) == undisturbed
+
+
+def test_a_killed_command_continues(undisturbed, tmp_path):
+    process = lodo("--out", tmp_path, "--workers", 2)
+    wait_for(lambda: len(checkpoints(tmp_path)) == 2, process)
+    workers = workers_of(process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert psutil.wait_procs(workers, timeout=20)[1] == []  # nobody goes on alone
+    done = finished(tmp_path)
+    assert len(done) < 4
+    before = {file: file.stat().st_mtime_ns for file in done}
+    finish(lodo("--out", tmp_path, "--workers", 2))
+    assert summary(tmp_path) == undisturbed
+    assert {file: file.stat().st_mtime_ns for file in done} == before
+
+
+def test_interrupting_leaves_a_resumable_state_and_says_so(undisturbed, tmp_path):
+    process = lodo("--out", tmp_path, "--workers", 2)
+    wait_for(lambda: checkpoints(tmp_path), process)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal sends for Ctrl-C
+    out = finish(process, code=130)
+    assert "the same command continues" in " ".join(out.split())
+    assert "Traceback" not in out
+    assert not (tmp_path / "bowl").exists()
+    finish(lodo("--out", tmp_path, "--workers", 2))
+    assert summary(tmp_path) == undisturbed
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.fixture
+def cluster():
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None, silence_logs=50) as local:
+        yield local
+
+
+def test_a_running_scheduler_can_be_used(cluster, tmp_path):
+    runs = [Run("bowl", "adam", seed, 200, task_options={"n": 5}) for seed in range(3)]
+    heard = {}
+    sweep(runs, tmp_path / "there", scheduler=cluster.scheduler_address, report=heard.__setitem__)
+    assert heard == dict.fromkeys(runs, 1.0)
+    for run in runs:
+        execute(run, tmp_path / "here")
+        np.testing.assert_array_equal(load(run, tmp_path / "here")["loss"], load(run, tmp_path / "there")["loss"])
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_kept(cluster, tmp_path):
+    good = Run("rosenbrock", "adam", 0, 50)
+    bad = Run("rosenbrock", "torch.SparseAdam", 0, 50)  # refuses dense gradients at its first step
+    with pytest.raises(RunError, match=bad.name):
+        sweep([good, bad], tmp_path, scheduler=cluster.scheduler_address)
+    sweep([good], tmp_path, workers=0)
+    assert load(good, tmp_path) is not None
+
+
+def test_a_folder_that_the_cluster_does_not_share_is_noticed(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("lodo.lab.sweep.load", lambda run, folder: None)
+    with pytest.raises(RunError, match="share"):
+        sweep([Run("rosenbrock", "adam", 0, 20)], tmp_path, scheduler=cluster.scheduler_address)
+
+
+def test_a_bad_option_is_refused_before_anything_runs(tmp_path):
+    runs = [Run("rosenbrock", "adam", 0, 50), Run("rosenbrock", "adam", 0, 50, options={"beta3": 1})]
+    with pytest.raises(ValueError, match="beta3"):
+        sweep(runs, tmp_path, workers=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_finished_runs_and_duplicates_cost_nothing(tmp_path):
+    run = Run("rosenbrock", "adam", 0, 50)
+    sweep([run], tmp_path, workers=0)
+    before = run.path(tmp_path).stat().st_mtime_ns
+    heard = []
+    sweep([run, run], tmp_path, workers=4, report=lambda run, done: heard.append(done))  # no cluster is started
+    assert run.path(tmp_path).stat().st_mtime_ns == before
+    assert heard == [1.0]
+
+
+def test_workers_must_not_be_negative(tmp_path):
+    with pytest.raises(ValueError, match="workers must be an integer >= 0, got -1"):
+        sweep([Run("rosenbrock", "adam", 0, 50)], tmp_path, workers=-1)
