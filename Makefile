@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: demo test bench format setup
 
 demo: setup
-	$(BIN)/python demo/bowl.py
+	$(BIN)/lodo run bowl --quick
 
 test: setup
 	$(BIN)/ruff check

@@ -1,17 +1,21 @@
-"""The demo, the benchmark and the README do what they say."""
+"""The laboratory's main claim, the demo, the benchmark and the README do what they say."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
+
+from lodo.lab.baselines import parse
+from lodo.lab.conduct import conduct
+from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.experiments.bowl import LOSS
+from lodo.lab.tasks import newton_loss
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,28 +27,21 @@ def load(path):
     return module
 
 
-@pytest.fixture(scope="module")
-def bowl():
-    return load(ROOT / "demo" / "bowl.py")
-
-
-def test_lodo_tracks_the_noisy_bowl_better_than_adam(bowl):
+def test_lodo_tracks_the_noisy_bowl_better_than_adam(tmp_path):
     """The paper's central claim at 20,000 steps, with the paper's hyperparameters."""
-    errors = {name: bowl.tracking_error(np.array(list(bowl.losses(name, 0, 20_000)))) for name in bowl.RIVALS}
-    assert pytest.approx(7.4118, abs=1e-4) == bowl.NEWTON
-    assert bowl.NEWTON < errors["LODO"] < 10.2
+    experiment = EXPERIMENTS["bowl"]
+    request = experiment.request(evaluations=20_000, seeds=1, choices=parse("lodo, adam"))
+    folder = conduct(experiment, request, tmp_path, workers=0)
+    rows = json.loads((folder / "summary.json").read_text())["rows"]
+    errors = {row["optimizer"]: row["mean"] for row in rows if row["metric"] == LOSS}
+    sigma = next(row["mean"] for row in rows if "exact" in row["metric"])
+    assert newton_loss() < errors["LODO"] < 10.2
     assert errors["Adam"] == pytest.approx(15.2, abs=0.6)
+    assert sigma == pytest.approx(0.77, abs=0.03)
 
 
-def test_demo_prints_a_table_and_draws(tmp_path):
-    command = [sys.executable, ROOT / "demo" / "bowl.py", "--steps", "400", "--seeds", "2", "--out", tmp_path]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "LODO" in out
-    assert "Newton" in out
-    assert (tmp_path / "bowl.png").read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary["rows"]) == {"LODO", "Adam"}
-    assert all(math.isfinite(row["mean"]) for row in summary["rows"].values())
+def test_the_demo_is_a_quick_bowl():
+    assert "$(BIN)/lodo run bowl --quick\n" in (ROOT / "Makefile").read_text()
 
 
 def test_benchmark_writes_ratios(tmp_path):

@@ -261,7 +261,7 @@ def test_a_new_bowl_begins():
     assert task.params[0] is task.x is x
     assert not task.x.any()
     away = task.x.detach() - task.centre
-    assert 0 < away.norm() < 2.6 * math.sqrt(5)  # one draw from the origin; three more would be seen in the mean
+    assert away.all()  # one draw has moved the minimum from the origin
     task.evaluate()
     assert torch.equal(task.x.grad, task.H @ away)
     renewed = task.H.clone()
@@ -353,7 +353,7 @@ def test_bad_options_are_named(task, name, value):
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="^task must be one of 'bowl', 'rosenbrock'.*got 'bowls'"):
+    with pytest.raises(ValueError, match=r"^task must be one of 'bowl', 'rosenbrock'.*got 'bowls'"):
         make_task("bowls", {}, 0)
     with pytest.raises(ValueError, match=r"rosenbrock cannot be made with the options \{'n': 3\}"):
         make_task("rosenbrock", {"n": 3}, 0)

@@ -8,9 +8,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from lodo.lab.baselines import BASELINES, parse
+from lodo.lab.baselines.l2l import EPISODES, train
+from lodo.lab.baselines.weights import save_weights
 from lodo.lab.conduct import conduct
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.sweep import RunError
@@ -98,6 +101,29 @@ def run(
     except KeyboardInterrupt:
         console.print("\ninterrupted; finished runs and checkpoints are kept: the same command continues from here")
         raise typer.Exit(130) from None
+
+
+@app.command("train-l2l")
+def train_l2l(
+    out: Annotated[Path, typer.Argument(help="The file to write.")] = Path("l2l.weights"),
+    seed: Annotated[int, typer.Option(help="Draws the weights, the bowls and the noise.")] = 0,
+    episodes: Annotated[int, typer.Option(help="Episodes of 100 steps.")] = EPISODES,
+) -> None:
+    """Meta-train the LSTM of L2LBGDBGD on random noisy bowls.
+
+    Trained weights are part of the package; this is how they were made. Use others with
+    --optimizers "l2l(weights='FILE')".
+    """
+    console = Console()
+    try:
+        with Progress(console=console) as progress:
+            bar = progress.add_task("meta-training", total=episodes)
+            state = train(seed=seed, episodes=episodes, on_progress=lambda done: progress.update(bar, completed=done))
+        save_weights(out, state, {"seed": seed, "episodes": episodes})
+    except (ValueError, OSError) as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    console.print(f"wrote {out}; use it with --optimizers \"l2l(weights='{out}')\"", highlight=False, soft_wrap=True)
 
 
 def _options(text: str | None) -> dict[str, Any]:

@@ -103,7 +103,8 @@ class Run:
 
     def check(self) -> None:
         """Raise the error that the run would end with at once."""
-        build(self.optimizer, make_task(self.task, self.task_options, self.seed), self.seed, self.options)
+        with _threads(1):
+            build(self.optimizer, make_task(self.task, self.task_options, self.seed), self.seed, self.options)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,19 @@ from lodo.lab.baselines import keras
 from lodo.lab.baselines.frozen import FrozenLODO
 from lodo.lab.baselines.lbfgs import StochasticLBFGS
 from lodo.lab.baselines.second_order import BFGS, LevenbergMarquardt, Newton
+from lodo.lab.baselines.weights import make_l2l, weights_digest
 from lodo.lab.tasks import Task
 
-__all__ = ["BASELINES", "Baseline", "Choice", "build", "needs_graph", "paper_hyperparameters", "parse"]
+__all__ = [
+    "BASELINES",
+    "Baseline",
+    "Choice",
+    "build",
+    "hyperparameters",
+    "needs_graph",
+    "paper_hyperparameters",
+    "parse",
+]
 
 LINEAR, LOGLINEAR, QUADRATIC = "O(n)", "O(n log n)", ">= O(n^2)"
 
@@ -57,6 +67,7 @@ BASELINES: dict[str, Baseline] = {
     "lbfgs": Baseline("L-BFGS", LINEAR, _plain(StochasticLBFGS, scaling="newest")),
     "lbfgs_slip": Baseline("L-BFGS (authors' slip)", LINEAR, _plain(StochasticLBFGS, scaling="slip")),
     "olbfgs": Baseline("O-LBFGS", LINEAR, _plain(StochasticLBFGS, scaling="mean")),
+    "l2l": Baseline("L2LBGDBGD", LINEAR, make_l2l),
     "lodo": Baseline("LODO", LOGLINEAR, _seeded(LODO)),
     "lodo_frozen": Baseline("LODO, frozen", LOGLINEAR, _seeded(FrozenLODO)),
     "bfgs": Baseline("BFGS", QUADRATIC, _plain(BFGS)),
@@ -187,3 +198,11 @@ def paper_hyperparameters(task: str, optimizer: str) -> dict[str, float]:
     {}
     """
     return dict(_paper().get(task, {}).get(optimizer, {}))
+
+
+def hyperparameters(task: str, choice: Choice) -> dict[str, Any]:
+    """Everything that a run of this choice depends on: the paper's tuned values, then the choice's own."""
+    options = {**paper_hyperparameters(task, choice.optimizer), **choice.options}
+    if choice.optimizer == "l2l":
+        options["digest"] = weights_digest(options.get("weights"))
+    return options

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from lodo._checks import check_int, check_real
-from lodo.lab.baselines import Choice, paper_hyperparameters, parse
+from lodo.lab.baselines import Choice, hyperparameters, parse
 from lodo.lab.report.tables import Row
 from lodo.lab.run import Curve, Run
 
@@ -139,7 +139,7 @@ class Experiment(ABC):
             evaluations=request.evaluations,
             seconds=request.seconds,
             task_options={**request.task_options, **task_options},
-            options={**paper_hyperparameters(self.task, choice.optimizer), **choice.options},
+            options=hyperparameters(self.task, choice),
             track_every=request.track_every,
         )
 

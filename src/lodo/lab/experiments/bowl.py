@@ -15,7 +15,7 @@ from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, 
 from lodo.lab.report.figures import band, binned, canvas, style
 from lodo.lab.report.tables import Paper, Row, measure
 from lodo.lab.run import Curve
-from lodo.lab.tasks import Bowl
+from lodo.lab.tasks import newton_loss
 
 LOSS = "loss over the last 10 %"
 FRESH = "loss over the last 10 %, fresh batches only"
@@ -95,7 +95,7 @@ class BowlExperiment(Experiment):
         return rows
 
     def notes(self, request: Request, results: Results) -> list[str]:
-        best = newton(request)
+        best = newton_loss(**request.task_options)
         notes = [f"The best possible loss, what the noise adds in one step, is {best:.4g}."]
         if any(row.metric == FRESH for row in self.rows(request, results)):
             notes.append(
@@ -108,7 +108,9 @@ class BowlExperiment(Experiment):
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
         figure, (left, right) = canvas(2)
         draw_sigma(left, results)
-        draw_curves(right, results, "seconds" if request.seconds else "evaluations", newton(request))
+        draw_curves(
+            right, results, "seconds" if request.seconds else "evaluations", newton_loss(**request.task_options)
+        )
         return {"bowl": figure}
 
     def sentence(self, rows: Sequence[Row]) -> str:
@@ -117,11 +119,6 @@ class BowlExperiment(Experiment):
 
     def _paper_length(self, request: Request) -> str:
         return super()._paper_length(request) if request.seconds is None else "300 s on its machine"
-
-
-def newton(request: Request) -> float:
-    """Newton's loss on the bowl that was asked for."""
-    return Bowl(0, **request.task_options).newton
 
 
 def draw_sigma(axes: Axes, results: Results) -> None:
@@ -161,8 +158,7 @@ def draw_curves(axes: Axes, results: Results, x: str, best: float) -> None:
 def tracking_error(curve: Curve) -> float:
     """The paper's figure; NaN for a run that did worse than never having moved."""
     error = tail(curve)
-    options = {key: value for key, value in curve.run.task_options.items() if key != "renew_at"}
-    standing_still = Bowl(0, **options).newton * float(curve["evaluations"][-1])
+    standing_still = newton_loss(**curve.run.task_options) * float(curve["evaluations"][-1])
     return error if error < standing_still else math.nan
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from lodo.lab.baselines import Choice
+from lodo.lab.baselines import Choice, hyperparameters
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
 from lodo.lab.report.figures import canvas
 from lodo.lab.report.tables import Paper, Row, measure
@@ -21,12 +21,10 @@ METRIC = f"log10 of the loss {AT} steps after the change"
 LATER = f"log10 of the mean loss {AFTER // 2} to {AFTER} steps after the change"
 PAPER: Paper = (math.log10(4.997e22), None)
 FROZEN = "frozen G, new bowl"
-_COLOURS = {
-    FROZEN: "#d55e00",
-    "G that keeps learning, new bowl": "#e69f00",
-    "fresh LODO, new bowl": "#0072b2",
-    "frozen G, its own bowl": "#009e73",
-}
+KEEPS = "G that keeps learning, new bowl"
+FRESH = "fresh LODO, new bowl"
+OWN = "frozen G, its own bowl"
+_COLOURS = {FROZEN: "#d55e00", KEEPS: "#e69f00", FRESH: "#0072b2", OWN: "#009e73"}
 
 
 class FrozenExperiment(Experiment):
@@ -49,8 +47,8 @@ class FrozenExperiment(Experiment):
         learned = request.evaluations
         longer = replace(request, evaluations=learned + AFTER)
         fresh = replace(request, evaluations=AFTER)
-        options = request.choices[0].options
-        frozen = Choice("lodo_frozen", {**options, "freeze_at": learned})
+        learning = request.choices[0]
+        frozen = Choice("lodo_frozen", {**hyperparameters(self.task, learning), "freeze_at": learned})
 
         def runs(asked: Request, choice: Choice, **task_options: object) -> list[Run]:
             made = [
@@ -58,37 +56,20 @@ class FrozenExperiment(Experiment):
             ]
             return [replace(run, track_every=0) for run in made]
 
-        learning = request.choices[0]
-        own, keeps, new, moved = (
-            "frozen G, its own bowl",
-            "G that keeps learning, new bowl",
-            "fresh LODO, new bowl",
-            FROZEN,
-        )
         return {
-            Cell(moved): runs(longer, frozen, renew_at=learned),
-            Cell(keeps): runs(longer, learning, renew_at=learned),
-            Cell(new): runs(fresh, learning),
-            Cell(own): runs(longer, frozen),
+            Cell(FROZEN): runs(longer, frozen, renew_at=learned),
+            Cell(KEEPS): runs(longer, learning, renew_at=learned),
+            Cell(FRESH): runs(fresh, learning),
+            Cell(OWN): runs(longer, frozen),
         }
 
     def rows(self, request: Request, results: Results) -> list[Row]:
-        def at(curve: Curve) -> float:
-            return math.log10(_after(curve)[AT - 1])
-
-        def later(curve: Curve) -> float:
-            return math.log10(float(_after(curve)[AFTER // 2 :].mean()))
-
-        return [
-            measure(
-                cell.label,
-                METRIC,
-                curves,
-                at,
-                PAPER if cell.label == FROZEN and not request.task_options else (None, None),
-            )
-            for cell, curves in results.items()
-        ] + [measure(cell.label, LATER, curves, later) for cell, curves in results.items()]
+        paper = (None, None) if request.task_options else PAPER
+        rows = []
+        for cell, curves in results.items():
+            alive = [replace(curve, diverged=len(_after(curve)) < AT) for curve in curves]  # ten steps after the change
+            rows.append(measure(cell.label, METRIC, alive, _at, paper if cell.label == FROZEN else (None, None)))
+        return rows + [measure(cell.label, LATER, curves, _later) for cell, curves in results.items()]
 
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
         figure, (axes,) = canvas()
@@ -110,7 +91,7 @@ class FrozenExperiment(Experiment):
 
     def sentence(self, rows: Sequence[Row]) -> str:
         means = {row.optimizer: row.mean for row in rows if row.metric == METRIC and row.mean is not None}
-        frozen, fresh = means.get(FROZEN, math.inf), means.get("fresh LODO, new bowl", math.nan)
+        frozen, fresh = means.get(FROZEN, math.inf), means.get(FRESH, math.nan)
         return (
             f"{AT} steps after the change the frozen preconditioner's loss is 10^{frozen:.1f}, "
             f"that of a LODO that starts afresh and learns on the fly 10^{fresh:.1f}."
@@ -122,3 +103,11 @@ def _after(curve: Curve) -> np.ndarray:
     planned = curve.run.evaluations
     assert planned is not None
     return curve["loss"].astype(np.float64)[max(0, planned - AFTER) :]
+
+
+def _at(curve: Curve) -> float:
+    return math.log10(_after(curve)[AT - 1])
+
+
+def _later(curve: Curve) -> float:
+    return math.log10(float(_after(curve)[AFTER // 2 :].mean()))

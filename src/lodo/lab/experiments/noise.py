@@ -10,7 +10,7 @@ from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, 
 from lodo.lab.experiments.bowl import compare, last, tracking_error
 from lodo.lab.report.figures import canvas, style
 from lodo.lab.report.tables import Paper, Row, measure
-from lodo.lab.tasks import Bowl
+from lodo.lab.tasks import newton_loss
 
 VARIANCES = (0.01, 0.1, 1.0, 10.0, 100.0)
 PAPER: dict[str, tuple[float, ...]] = {
@@ -72,7 +72,7 @@ class NoiseExperiment(Experiment):
 
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
         figure, (left, right) = canvas(2)
-        best = [Bowl(0, v=v, **request.task_options).newton for v in VARIANCES]
+        best = [newton_loss(v=v, **request.task_options) for v in VARIANCES]
         means = {(row.optimizer, row.metric): row.mean for row in self.rows(request, results)}
         for label in dict.fromkeys(cell.label for cell in results):
             drawn = style(label)

@@ -7,10 +7,10 @@ from typing import Any
 
 from lodo._checks import check_choice
 from lodo.lab.tasks.base import Task
-from lodo.lab.tasks.bowl import Bowl
+from lodo.lab.tasks.bowl import Bowl, newton_loss
 from lodo.lab.tasks.rosenbrock import Rosenbrock
 
-__all__ = ["TASKS", "Bowl", "Rosenbrock", "Task", "make_task"]
+__all__ = ["TASKS", "Bowl", "Rosenbrock", "Task", "make_task", "newton_loss"]
 
 TASKS: dict[str, type[Task]] = {"bowl": Bowl, "rosenbrock": Rosenbrock}
 

@@ -1,0 +1,255 @@
+"""Experiments end to end at small sizes, and the figures that go into their tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lodo.lab.baselines import Choice, parse
+from lodo.lab.cli import app
+from lodo.lab.conduct import conduct
+from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.experiments.base import tail
+from lodo.lab.experiments.bowl import AT_100K, LOSS, tracking_error
+from lodo.lab.experiments.rosenbrock import late
+from lodo.lab.report.figures import binned, style
+from lodo.lab.report.tables import Row, markdown, measure
+from lodo.lab.run import Curve, Run, load
+
+ROW_KEYS = {"optimizer", "metric", "mean", "std", "seeds", "diverged", "paper_mean", "paper_std"}
+
+
+def invoke(*args, code=0):
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def curve(losses, *, repeats=None, diverged=False, task="bowl", **task_options):
+    """A curve as if it had been run: one evaluation a step, or two where the same batch was evaluated again."""
+    steps = np.arange(1, len(losses) + 1)
+    again = np.full(len(losses), np.nan) if repeats is None else np.asarray(repeats, float)
+    columns = {
+        "step": steps,
+        "evaluations": steps if repeats is None else 2 * steps,
+        "seconds": 0.01 * steps,
+        "loss": np.asarray(losses, float),
+        "repeat_loss": again,
+    }
+    return Curve(Run(task, "adam", 0, len(losses), task_options=task_options), diverged, columns)
+
+
+def test_the_tail_is_the_last_tenth():
+    assert tail(curve(np.arange(1, 101))) == np.arange(91, 101).mean()
+    assert tail(curve(np.arange(1, 12))) == 10.5  # evaluations after 9.9
+
+
+def test_the_tail_counts_repeated_evaluations_as_the_paper_does():
+    c = curve(np.full(50, 10.0), repeats=np.full(50, 4.0))
+    assert tail(c) == 7.0
+    assert tail(c, fresh=True) == 10.0
+
+
+def test_rosenbrock_averages_steps_180_to_200_with_both_ends():
+    assert late(curve(np.arange(1, 201), task="rosenbrock")) == np.arange(180, 201).mean()
+
+
+def test_worse_than_standing_still_is_diverged():
+    assert tracking_error(curve(np.full(100, 700.0))) == 700  # never moving: 7.41 times 100
+    assert math.isnan(tracking_error(curve(np.full(100, 750.0))))
+    assert tracking_error(curve(np.full(100, 7000.0), v=10.0)) == 7000
+
+
+def test_a_row_averages_the_seeds_that_did_not_diverge():
+    row = measure("Adam", "loss", [curve([1.0]), curve([3.0]), curve([9.0], diverged=True)], tail, (2.5, 0.1))
+    assert row == Row("Adam", "loss", 2.0, pytest.approx(2**0.5), 3, 1, 2.5, 0.1)
+    assert row.cells == ("Adam", "2.00 ± 1.41", "2.50 ± 0.10", "-20.0 %", "3 (1 diverged)")
+    gone = measure("BFGS", "loss", [curve([1.0], diverged=True)], tail)
+    assert (gone.mean, gone.std, gone.diverged) == (None, None, 1)
+    assert gone.cells[1] == "diverged"
+
+
+def test_markdown_has_one_table_for_each_metric():
+    rows = [Row("A", "loss", 1.0, None, 1, 0), Row("B", "loss", 2.0, None, 1, 0), Row("A", "sigma", 0.5, None, 1, 0)]
+    text = markdown("Title", "About.", rows, ["A note."])
+    assert text.count("| optimizer | ours | paper | difference | seeds |") == 2
+    assert "| B | 2.00 |  |  | 1 |" in text
+    assert text.endswith("- A note.\n")
+
+
+def test_bins_hold_means():
+    at, values = binned([curve(np.arange(1, 11))], bins=5)
+    np.testing.assert_allclose(at, [2, 4, 6, 8, 10])
+    np.testing.assert_allclose(values, [[1.5, 3.5, 5.5, 7.5, 9.5]])
+
+
+def test_every_optimizer_of_the_paper_has_a_style_of_its_own():
+    labels = [choice.label for experiment in EXPERIMENTS.values() for choice in parse(experiment.optimizers)]
+    plain = {label for label in labels if "=" not in label}
+    assert len({style(label) for label in plain}) == len(plain)
+
+
+def test_the_papers_rows_are_all_there():
+    labels = {choice.label for choice in parse(EXPERIMENTS["bowl"].optimizers)}
+    assert labels >= set(AT_100K)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [("bowl", 300), ("bowl-noise", 60), ("bowl-frozen", 60), ("rosenbrock", 40)]
+)
+def test_an_experiment_writes_its_files(name, steps, tmp_path):
+    """Every optimizer of every experiment, at a toy size."""
+    out = invoke("run", name, "--steps", steps, "--seeds", 2, "--workers", 0, "--out", tmp_path)
+    summary = json.loads((tmp_path / name / "summary.json").read_text())
+    assert summary["experiment"] == name
+    assert summary["settings"]["evaluations"] == steps
+    assert all(row.keys() == ROW_KEYS for row in summary["rows"])
+    assert all(row["seeds"] == 2 for row in summary["rows"])
+    assert any(row["mean"] is not None and row["paper_mean"] is not None for row in summary["rows"])
+    table = (tmp_path / name / "table.md").read_text()
+    for choice in parse(EXPERIMENTS[name].optimizers):
+        assert choice.label in table or name == "bowl-frozen"
+    figures = {file.suffix: file.read_bytes() for file in (tmp_path / name).iterdir()}
+    assert figures[".png"].startswith(b"\x89PNG")
+    assert figures[".pdf"].startswith(b"%PDF")
+    assert "paper" in out
+    assert f"{name}/summary.json" in out
+
+
+def test_the_bowl_shows_both_ways_of_counting(tmp_path):
+    invoke(
+        "run", "bowl", "--steps", 400, "--seeds", 1, "--optimizers", "olbfgs, lodo", "--workers", 0, "--out", tmp_path
+    )
+    rows = json.loads((tmp_path / "bowl" / "summary.json").read_text())["rows"]
+    counted = {(row["optimizer"], row["metric"]): row["mean"] for row in rows}
+    assert counted["O-LBFGS", LOSS] < counted["O-LBFGS", LOSS + ", fresh batches only"]
+    assert ("LODO", LOSS + ", fresh batches only") not in counted
+    estimated, exact = counted["LODO", "sigma at the end, estimated"], counted["LODO", "sigma at the end, exact"]
+    assert estimated == pytest.approx(exact, rel=0.1)
+
+
+def test_noise_shares_its_runs_with_the_bowl(tmp_path):
+    args = ("--steps", 50, "--seeds", 1, "--optimizers", "adam", "--workers", 0, "--out", tmp_path)
+    invoke("run", "bowl", *args)
+    (file,) = (tmp_path / "runs").iterdir()
+    before = file.stat().st_mtime_ns
+    invoke("run", "bowl-noise", *args)
+    assert len(list((tmp_path / "runs").iterdir())) == 5
+    assert file.stat().st_mtime_ns == before
+
+
+def test_freezing_is_what_explodes(tmp_path):
+    """The learned G is right for its own bowl and ruinous on another; LODO that learns on the fly is fine."""
+    invoke("run", "bowl-frozen", "--steps", 6000, "--seeds", 2, "--workers", 2, "--out", tmp_path)
+    rows = json.loads((tmp_path / "bowl-frozen" / "summary.json").read_text())["rows"]
+    at = {row["optimizer"]: row["mean"] for row in rows if row["metric"].endswith("10 steps after the change")}
+    assert at["frozen G, new bowl"] > 4  # 10^4
+    assert at["fresh LODO, new bowl"] < 2.5
+    assert at["frozen G, its own bowl"] < 2
+
+
+def test_library_optimizers_and_options_on_the_command_line(tmp_path):
+    optimizers = (
+        "lodo, lodo(beta=0.5), torch.AdamW(lr=0.5, betas=(0.5, 0.9)), pytorch_optimizer.Lion(lr=0.05), torch.LBFGS"
+    )
+    invoke("run", "bowl", "--steps", 60, "--seeds", 1, "--optimizers", optimizers, "--workers", 0, "--out", tmp_path)
+    rows = json.loads((tmp_path / "bowl" / "summary.json").read_text())["rows"]
+    labels = {row["optimizer"] for row in rows}
+    assert labels == {"LODO", "LODO (beta=0.5)", "AdamW (lr=0.5, betas=(0.5, 0.9))", "lion (lr=0.05)", "LBFGS"}
+    assert {row["optimizer"] for row in rows if row["paper_mean"] is not None} == {"LODO"}
+
+
+def test_another_bowl_is_not_compared_with_the_papers(tmp_path):
+    args = ("--steps", 60, "--seeds", 1, "--optimizers", "adam", "--workers", 0, "--out", tmp_path)
+    invoke("run", "bowl", *args, "--task", "n=20, condition=10.0, v=4.0")
+    summary = json.loads((tmp_path / "bowl" / "summary.json").read_text())
+    assert summary["settings"]["task_options"] == {"n": 20, "condition": 10.0, "v": 4.0}
+    assert all(row["paper_mean"] is None for row in summary["rows"])
+
+
+def test_seconds_limit_every_run_and_use_the_papers_other_column(tmp_path):
+    invoke("run", "bowl", "--seconds", 0.3, "--seeds", 1, "--optimizers", "adam", "--workers", 0, "--out", tmp_path)
+    summary = json.loads((tmp_path / "bowl" / "summary.json").read_text())
+    assert [row["paper_mean"] for row in summary["rows"]] == [15.26]
+    experiment = EXPERIMENTS["bowl"]
+    request = experiment.request(seconds=0.3, seeds=1, choices=[Choice("adam")])
+    (run,) = next(iter(experiment.plan(request).values()))
+    assert load(run, tmp_path / "runs")["seconds"][-1] == pytest.approx(0.3, abs=0.2)
+
+
+def test_from_python(tmp_path):
+    experiment = EXPERIMENTS["rosenbrock"]
+    folder = conduct(experiment, experiment.request(seeds=1, choices=[Choice("adam")]), tmp_path, workers=0)
+    (row,) = json.loads((folder / "summary.json").read_text())["rows"]
+    assert row["mean"] == pytest.approx(row["paper_mean"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("bowel",), "NAME must be one of bowl, bowl-noise, bowl-frozen, rosenbrock, got 'bowel'"),
+        (("bowl", "--steps", "5"), "steps must be an integer >= 10, got 5"),
+        (("bowl", "--seeds", "0"), "seeds must be an integer >= 1, got 0"),
+        (("bowl", "--seconds", "-1"), "seconds must be a finite number in (0.0, inf), got -1"),
+        (("bowl", "--workers", "-1"), "workers must be an integer >= 0, got -1"),
+        (("bowl", "--optimizers", "addam"), "did you mean adam?"),
+        (("bowl", "--optimizers", "adam, adam"), "named once each"),
+        (("bowl", "--optimizers", "adam(lr)"), "options by name"),
+        (("bowl", "--optimizers", "adam(lr=0.1"), "names or calls"),
+        (("bowl", "--optimizers", "adam(beta9=0.1)"), "beta9"),
+        (("bowl", "--optimizers", "l2l(weights='nowhere')"), "does not exist"),
+        (("bowl", "--task", "n=-1"), "n must be an integer >= 1, got -1"),
+        (("bowl", "--task", "n"), "task must be options"),
+        (("bowl", "--task", "depth=3"), "depth"),
+        (("bowl-noise", "--task", "v=3"), "v must not be"),
+        (("bowl-frozen", "--optimizers", "adam"), "optimizers must be lodo"),
+        (("bowl-frozen", "--seconds", "3"), "steps must be given"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_is_written(args, said, tmp_path):
+    result = CliRunner().invoke(app, ["run", *args, "--out", str(tmp_path / "out")])
+    assert result.exit_code != 0
+    plain = " ".join(result.output.replace("│", " ").split())
+    assert said in plain
+    assert "Traceback" not in plain
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_list_names_experiments_and_optimizers():
+    out = invoke("run", "--list")
+    for name in (*EXPERIMENTS, "lbfgs_slip", "pytorch_optimizer"):
+        assert name in out
+
+
+def test_help_teaches():
+    assert "lodo(beta=0.5)" in invoke("run", "--help").replace("│ ", "")
+    for command in ([sys.executable, "-m", "lodo", "--help"],):
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert "run" in out
+        assert "train-l2l" in out
+
+
+def test_without_the_extra_the_command_says_what_to_install(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')\n")
+    process = subprocess.run(
+        [sys.executable, "-m", "lodo"], capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert process.returncode == 1
+    assert process.stderr.strip() == "lodo's command line needs typer: pip install 'lodo[lab]'"
+
+
+def test_train_l2l_writes_weights_that_run(tmp_path):
+    file = tmp_path / "my.weights"
+    assert "wrote" in invoke("train-l2l", file, "--episodes", 2, "--seed", 3)
+    args = ("--steps", 20, "--seeds", 1, "--workers", 0, "--out", tmp_path)
+    invoke("run", "bowl", "--optimizers", f"l2l, l2l(weights={str(file)!r})", *args)
+    runs = {file.name for file in (tmp_path / "runs").iterdir()}
+    assert len(runs) == 2
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "damaged" in invoke("run", "bowl", "--optimizers", f"l2l(weights={str(file)!r})", *args, code=1)
