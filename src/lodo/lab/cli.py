@@ -16,6 +16,7 @@ from lodo.lab.baselines.l2l import EPISODES, train
 from lodo.lab.baselines.weights import save_weights
 from lodo.lab.conduct import conduct
 from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.run import threads
 from lodo.lab.sweep import RunError
 
 app = typer.Typer(
@@ -118,7 +119,10 @@ def train_l2l(
     try:
         with Progress(console=console) as progress:
             bar = progress.add_task("meta-training", total=episodes)
-            state = train(seed=seed, episodes=episodes, on_progress=lambda done: progress.update(bar, completed=done))
+            with threads(1):  # the networks are small, and the result shall not depend on the machine's cores
+                state = train(
+                    seed=seed, episodes=episodes, on_progress=lambda done: progress.update(bar, completed=done)
+                )
         save_weights(out, state, {"seed": seed, "episodes": episodes})
     except (ValueError, OSError) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)

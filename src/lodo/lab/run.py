@@ -103,7 +103,7 @@ class Run:
 
     def check(self) -> None:
         """Raise the error that the run would end with at once."""
-        with _threads(1):
+        with threads(1):
             build(self.optimizer, make_task(self.task, self.task_options, self.seed), self.seed, self.options)
 
 
@@ -146,7 +146,7 @@ def execute(
     """
     path, checkpoint = run.path(folder), run.checkpoint_path(folder)
     if load(run, folder) is None:
-        with _own_random_numbers(run), _threads(TASKS[run.task].threads):
+        with _own_random_numbers(run), threads(TASKS[run.task].threads):
             training = _Training(run)
             training.resume(checkpoint)
             saved = time.monotonic()
@@ -356,7 +356,8 @@ def _own_random_numbers(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import inspect
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -47,15 +48,15 @@ class Baseline:
 
 
 def _plain(make: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
-    return lambda task, seed, **options: make(task.params, **fixed, **options)
+    return lambda task, seed, /, **options: make(task.params, **fixed, **options)
 
 
 def _seeded(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    return lambda task, seed, **options: make(task.params, **{"seed": seed, **options})
+    return lambda task, seed, /, **options: make(task.params, **{"seed": seed, **options})
 
 
 def _knowing_the_hessian(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    return lambda task, seed, **options: make(task.params, task.hessian, **options)
+    return lambda task, seed, /, **options: make(task.params, task.hessian, **options)
 
 
 BASELINES: dict[str, Baseline] = {
@@ -99,10 +100,11 @@ def parse(text: str) -> list[Choice]:
     'LODO (beta=0.5)'
     """
     try:
-        tree = ast.parse(f"({text},)", mode="eval").body
+        tree = ast.parse(f"[{text}]", mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            raise SyntaxError("not a list of names")
     except SyntaxError as error:
         raise ValueError(f"optimizers must be names or calls such as adam, lodo(beta=0.5), got {text!r}") from error
-    assert isinstance(tree, ast.Tuple)
     return [_choice(node) for node in tree.elts]
 
 
@@ -111,11 +113,13 @@ def _choice(node: ast.expr) -> Choice:
     name = ast.unparse(call.func)
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError(f"optimizers take options by name, such as {name}(lr=0.1), got {ast.unparse(node)!r}")
-    options = {}
+    options: dict[str, Any] = {}
     for keyword in call.keywords:
+        if keyword.arg in options:
+            raise ValueError(f"{keyword.arg} of {name} must be given once, got {ast.unparse(node)!r}")
         try:
             options[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{keyword.arg} of {name} must be a number, text, True, False, None or a tuple of those, "
                 f"got {ast.unparse(keyword.value)!r}"
@@ -130,6 +134,7 @@ def resolve(name: str) -> str:
     ('adam', 'torch.AdamW', 'pytorch_optimizer.lion')
     """
     library, _, short = name.rpartition(".")
+    library = library.lower()
     if not library and short.lower() in BASELINES:
         return short.lower()
     if library in ("", "torch", "torch.optim") and short.lower() in _of_torch():
@@ -172,10 +177,19 @@ def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optim
             return BASELINES[name].make(task, seed, **options)
         library, _, short = name.partition(".")
         kind = getattr(torch.optim, short) if library == "torch" else pytorch_optimizer.load_optimizer(short)
+        _check_names(kind, options)
         made: Optimizer = kind(task.params, **options)
-    except TypeError as error:
+    except (TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error
     return made
+
+
+def _check_names(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+    """Refuse options that the class does not name; many of pytorch_optimizer's would ignore them."""
+    named = [name for name in inspect.signature(kind).parameters if name not in ("params", "kwargs")]
+    for name in options:
+        if name not in named:
+            raise TypeError(f"{name} is not among {', '.join(named)}")
 
 
 def needs_graph(optimizer: Optimizer) -> bool:

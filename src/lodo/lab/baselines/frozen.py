@@ -28,3 +28,5 @@ class FrozenLODO(LODO):
                 self._state(i)["momentum"].zero_()
             group["remaining"] -= 1
         return super().step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # LODO's own step calls the hooks

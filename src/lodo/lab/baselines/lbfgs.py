@@ -23,8 +23,9 @@ class StochasticLBFGS(VectorOptimizer):
         lr: the rate at the start.
         tau: the time scale of its fall, in steps.
         memory: pairs remembered.
-        first: scale of the very first step, which has no pair yet. As long as rounding swallows the change of the
-            gradient that it makes (in single precision, at the default), it is tried again ten times as long.
+        first: scale of the very first step, which has no pair yet. As long as the gradient does not grow
+            along it, which in single precision is what rounding leaves of so small a step, it is tried again ten
+            times as long, up to 1.
         scaling: the initial matrix of the two-loop recursion as a multiple of the identity, ``s.y / y.y``
             over the ``"newest"`` pair (L-BFGS), the ``"mean"`` over all pairs (O-LBFGS), or, as an indexing
             slip in the authors' code has it, the oldest s with the newest y (``"slip"``).
@@ -85,7 +86,7 @@ class StochasticLBFGS(VectorOptimizer):
             memory["S"] = torch.cat([memory["S"], s[None]])[-size:]
             memory["Y"] = torch.cat([memory["Y"], y[None]])[-size:]
         else:
-            memory["first"] = min(10 * memory["first"], 1.0)
+            memory["first"] = min(10 * memory["first"], max(1.0, self.param_groups[0]["first"]))
 
 
 def two_loop(g: Tensor, S: Tensor, Y: Tensor, scaling: str) -> Tensor:

@@ -63,4 +63,6 @@ class VectorOptimizer(Optimizer):
 
     def gradient(self) -> Tensor:
         """All gradients as one vector; a missing one is zero."""
-        return torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.view(-1) for p in self.params])
+        return torch.cat(
+            [torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in self.params]
+        )

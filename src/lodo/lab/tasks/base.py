@@ -48,8 +48,9 @@ class Task(ABC):
         """The loss on the current batch; its gradient goes into the parameters' ``grad``."""
         for p in self.params:
             p.grad = None
-        loss = self.loss()
-        grads = torch.autograd.grad(loss, self.params, create_graph=create_graph)
+        with torch.enable_grad():
+            loss = self.loss()
+            grads = torch.autograd.grad(loss, self.params, create_graph=create_graph)
         for p, g in zip(self.params, grads, strict=True):
             p.grad = g
         return float(loss.detach())

@@ -77,8 +77,7 @@ class Bowl(Task):
 
     def _rotated(self) -> Tensor:
         n = len(self.D)
-        Q, R = torch.linalg.qr(torch.randn(n, n, generator=self.rng, dtype=torch.float64))
-        U: Tensor = Q * R.diagonal().sign()  # uniform over rotations and reflections
+        U: Tensor = torch.linalg.qr(torch.randn(n, n, generator=self.rng, dtype=torch.float64))[0]
         return ((U * self.D) @ U.T).to(self.x.dtype)
 
     def draw(self) -> None:
@@ -110,7 +109,7 @@ class Bowl(Task):
         """sigma by the paper's estimator and, for small n, exactly, of an optimizer that learns G."""
         if not isinstance(optimizer, LODO):
             return {}
-        probes = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        probes = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
         sigma = {"sigma": estimated_sigma(optimizer, self.H, probes)}
         if len(self.D) <= _EXACT_UP_TO:
             sigma["sigma_exact"] = exact_sigma(optimizer, self.H)
