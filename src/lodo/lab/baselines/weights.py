@@ -44,7 +44,9 @@ def load_weights(path: str | None = None) -> dict[str, Tensor]:
 
 def weights_digest(path: str | None = None) -> str:
     """What tells these weights from others, for the address of a run."""
-    return hashlib.sha256(_read(path)).hexdigest()[:12]
+    state = load_weights(path)
+    content = b"".join(state[name].numpy().tobytes() for name in sorted(state))
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def make_l2l(task: Task, seed: int, weights: str | None = None, digest: str | None = None) -> L2L:
