@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +14,32 @@ from lodo._checks import check_real
 from lodo.lab.baselines.vector import VectorOptimizer
 
 
-class Newton(VectorOptimizer):
-    """``x -= lr H^-1 g``, with the Hessian given by the task.
+class HessianOptimizer(VectorOptimizer):
+    """``x -= M g``, with a matrix M made from the Hessian that the task gives.
+
+    M is made in double precision, and again only when the Hessian is another or has changed.
+    """
+
+    def __init__(self, params: ParamsT, hessian: Callable[[], Tensor], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self.hessian = hessian
+        self._H = self._M = torch.empty(0)
+        self._version = -1
+
+    @abstractmethod
+    def matrix(self, H: Tensor) -> Tensor:
+        """M, given H in double precision."""
+
+    def displacement(self, g: Tensor) -> Tensor:
+        H = self.hessian()
+        if H is not self._H or H._version != self._version:
+            self._H, self._version = H, H._version
+            self._M = self.matrix(H.double()).to(g.dtype)
+        return -(self._M @ g)
+
+
+class Newton(HessianOptimizer):
+    """``x -= lr H^-1 g``.
 
     Example:
         >>> x = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -25,28 +51,28 @@ class Newton(VectorOptimizer):
 
     def __init__(self, params: ParamsT, hessian: Callable[[], Tensor], lr: float = 1.0) -> None:
         check_real("lr", lr, low=0.0)
-        super().__init__(params, {"lr": lr})
-        self.hessian = hessian
+        super().__init__(params, hessian, {"lr": lr})
+
+    def matrix(self, H: Tensor) -> Tensor:
+        inverse: Tensor = torch.linalg.inv(H)
+        return inverse
 
     def displacement(self, g: Tensor) -> Tensor:
-        s: Tensor = torch.linalg.solve(self.hessian(), g).mul_(-self.param_groups[0]["lr"])
-        return s
+        return super().displacement(g).mul_(self.param_groups[0]["lr"])
 
 
-class LevenbergMarquardt(VectorOptimizer):
-    """``x -= (H^2 + damping diag(H^2))^-1 H g``, solved in double precision because H is squared."""
+class LevenbergMarquardt(HessianOptimizer):
+    """``x -= (H^2 + damping diag(H^2))^-1 H g``."""
 
     def __init__(self, params: ParamsT, hessian: Callable[[], Tensor], damping: float = 1.0) -> None:
         check_real("damping", damping, low=0.0)
-        super().__init__(params, {"damping": damping})
-        self.hessian = hessian
+        super().__init__(params, hessian, {"damping": damping})
 
-    def displacement(self, g: Tensor) -> Tensor:
-        H = self.hessian().double()
+    def matrix(self, H: Tensor) -> Tensor:
         A = H @ H
         A.diagonal().mul_(1 + self.param_groups[0]["damping"])
-        s: Tensor = torch.linalg.solve(A, H @ g.double())
-        return -s.to(g.dtype)
+        M: Tensor = torch.linalg.solve(A, H)
+        return M
 
 
 class BFGS(VectorOptimizer):
