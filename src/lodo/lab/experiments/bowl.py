@@ -59,7 +59,7 @@ class BowlExperiment(Experiment):
     )
     task = "bowl"
     full = Size(evaluations=100_000, seeds=8)
-    quick = Size(evaluations=20_000, seeds=2)
+    quick = Size(evaluations=15_000, seeds=2)
     optimizers = "adam, momentum, rmsprop, yogi, lbfgs, lbfgs_slip, olbfgs, l2l, lodo, bfgs, lm, newton"
 
     def plan(self, request: Request) -> Plan:
