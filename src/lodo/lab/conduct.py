@@ -33,7 +33,7 @@ def conduct(
     """Run an experiment to its end and return the folder of its results.
 
     Curves go to ``out/runs``, shared by all experiments; ``out/<name>`` gets ``summary.json``, ``table.md`` and the
-    figures.
+    figures. With workers, a script that calls this needs the usual ``if __name__ == "__main__":`` around it.
     """
     console = console or Console()
     plan = experiment.plan(request)
