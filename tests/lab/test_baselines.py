@@ -16,10 +16,10 @@ from helpers import same
 from lodo import LODO
 from lodo.lab import baselines
 from lodo.lab.baselines import BASELINES, Choice, build, keras, needs_graph, paper_hyperparameters, parse, resolve
+from lodo.lab.baselines.bases import VectorOptimizer
 from lodo.lab.baselines.frozen import FrozenLODO
 from lodo.lab.baselines.lbfgs import SCALINGS, StochasticLBFGS, two_loop
 from lodo.lab.baselines.second_order import BFGS, LevenbergMarquardt, Newton
-from lodo.lab.baselines.vector import VectorOptimizer
 from lodo.lab.tasks import Bowl, Rosenbrock, make_task
 
 F64 = torch.float64

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -97,7 +98,7 @@ def run(
             console=console,
         )
     except (ValueError, OSError, RunError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         console.print("\ninterrupted; finished runs and checkpoints are kept: the same command continues from here")
@@ -125,7 +126,7 @@ def train_l2l(
                 )
         save_weights(out, state, {"seed": seed, "episodes": episodes})
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print(f"wrote {out}; use it with --optimizers \"l2l(weights='{out}')\"", highlight=False, soft_wrap=True)
 

@@ -6,7 +6,7 @@ written-out formula. Below, g is the gradient and every state starts at zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytorch_optimizer
 import torch
@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lodo._checks import check_real
+from lodo.lab.baselines.bases import ElementwiseOptimizer
 
 _LONG_AGO = 2**53  # a step count at which 1 - beta^t is 1: no bias correction
 
@@ -45,7 +46,7 @@ def lars(params: ParamsT, lr: float = 1e-3, beta: float = 0.9, weight_decay: flo
     return pytorch_optimizer.LARS(params, lr=lr, momentum=beta, weight_decay=weight_decay)
 
 
-class RMSprop(Optimizer):
+class RMSprop(ElementwiseOptimizer):
     """``v = rho v + (1-rho) g^2; m = beta m + lr g / sqrt(v + eps); x -= m``.
 
     torch's own adds epsilon outside the root, which is another method where gradients are small.
@@ -68,23 +69,10 @@ class RMSprop(Optimizer):
         check_real("eps", eps, low=0.0)
         super().__init__(params, {"lr": lr, "rho": rho, "beta": beta, "eps": eps})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._move(p, p.grad, group["lr"], group["rho"], group["beta"], group["eps"])
-        return loss
-
-    def _move(self, p: Tensor, g: Tensor, lr: float, rho: float, beta: float, eps: float) -> None:
+    def move_one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
             state["v"], state["m"] = torch.zeros_like(p), torch.zeros_like(p)
-        state["v"].mul_(rho).addcmul_(g, g, value=1 - rho)
-        state["m"].mul_(beta).addcdiv_(g, (state["v"] + eps).sqrt_(), value=lr)
+        state["v"].mul_(group["rho"]).addcmul_(g, g, value=1 - group["rho"])
+        state["m"].mul_(group["beta"]).addcdiv_(g, (state["v"] + group["eps"]).sqrt_(), value=group["lr"])
         p.sub_(state["m"])

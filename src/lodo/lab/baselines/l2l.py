@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lodo._checks import check_int, check_real
+from lodo.lab.baselines.bases import ElementwiseOptimizer
 
 HIDDEN = 20
 P = 10.0  # gradients are read on a logarithmic scale down to exp(-P), and on a linear one below
@@ -100,7 +100,7 @@ def restore(state: Mapping[str, Tensor]) -> Net:
     return net
 
 
-class L2L(Optimizer):
+class L2L(ElementwiseOptimizer):
     r"""A trained network :math:`m` as an optimizer; every coordinate has a memory :math:`s` of its own.
 
     .. math::
@@ -123,20 +123,7 @@ class L2L(Optimizer):
         self._casts: dict[tuple[torch.device, torch.dtype], Net] = {}
         super().__init__(params, {})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._move(p, p.grad)
-        return loss
-
-    def _move(self, p: Tensor, g: Tensor) -> None:
+    def move_one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         net, state = self._cast(p), self.state[p]
         memory = (state["h1"], state["c1"], state["h2"], state["c2"]) if state else net.blank(p.numel())
         step, memory = net(g.reshape(-1), memory)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lodo._checks import check_choice, check_int, check_real
-from lodo.lab.baselines.vector import Closure, VectorOptimizer
+from lodo.lab.baselines.bases import Closure, VectorOptimizer
 
 SCALINGS = ("newest", "mean", "slip")
 

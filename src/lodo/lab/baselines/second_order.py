@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lodo._checks import check_real
-from lodo.lab.baselines.vector import VectorOptimizer
+from lodo.lab.baselines.bases import VectorOptimizer
 
 
 class HessianOptimizer(VectorOptimizer):

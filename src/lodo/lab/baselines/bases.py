@@ -1,4 +1,4 @@
-"""Optimizers that see all parameters as one vector."""
+"""What the optimizers written here share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,39 @@ from torch.optim.optimizer import ParamsT
 Closure = Callable[[], float]
 
 
-class VectorOptimizer(Optimizer):
+class OwnOptimizer(Optimizer):
+    """Calls the closure as every torch optimizer does; a subclass writes `move`."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+        """Take one step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.move(closure)
+        return loss
+
+    @abstractmethod
+    def move(self, closure: Closure | None) -> None:
+        """Move the parameters, whose gradients are known."""
+
+
+class ElementwiseOptimizer(OwnOptimizer):
+    """Every parameter on its own; a subclass writes `move_one`."""
+
+    def move(self, closure: Closure | None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.move_one(p, p.grad, group)
+
+    @abstractmethod
+    def move_one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        """Move one parameter, given its gradient."""
+
+
+class VectorOptimizer(OwnOptimizer):
     """One vector x over all parameters of one group; a subclass writes `displacement`."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -25,13 +57,7 @@ class VectorOptimizer(Optimizer):
                 f"got {len(self.param_groups)} groups"
             )
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
-        """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def move(self, closure: Closure | None) -> None:
         g = self.gradient()
         s = self.displacement(g)
         at = 0
@@ -39,7 +65,6 @@ class VectorOptimizer(Optimizer):
             p.add_(s[at : at + p.numel()].view_as(p))
             at += p.numel()
         self.after(s, g, closure)
-        return loss
 
     @abstractmethod
     def displacement(self, g: Tensor) -> Tensor:
