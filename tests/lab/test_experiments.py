@@ -18,7 +18,7 @@ from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import tail
 from lodo.lab.experiments.bowl import AT_100K, LOSS, tracking_error
 from lodo.lab.experiments.rosenbrock import late
-from lodo.lab.report.figures import binned, style
+from lodo.lab.report.figures import binned, styles
 from lodo.lab.report.tables import Row, markdown, measure
 from lodo.lab.run import Curve, Run, load
 
@@ -63,6 +63,7 @@ def test_rosenbrock_averages_steps_180_to_200_with_both_ends():
 def test_worse_than_standing_still_is_diverged():
     assert tracking_error(curve(np.full(100, 700.0))) == 700  # never moving: 7.41 times 100
     assert math.isnan(tracking_error(curve(np.full(100, 750.0))))
+    assert math.isnan(tracking_error(curve(np.full(100, 750.0), repeats=np.full(100, 700.0)), fresh=True))
     assert tracking_error(curve(np.full(100, 7000.0), v=10.0)) == 7000
 
 
@@ -85,14 +86,16 @@ def test_markdown_has_one_table_for_each_metric():
 
 def test_bins_hold_means():
     at, values = binned([curve(np.arange(1, 11))], bins=5)
-    np.testing.assert_allclose(at, [2, 4, 6, 8, 10])
+    np.testing.assert_allclose(at, [1, 3, 5, 7, 9])
     np.testing.assert_allclose(values, [[1.5, 3.5, 5.5, 7.5, 9.5]])
 
 
 def test_every_optimizer_of_the_paper_has_a_style_of_its_own():
     labels = [choice.label for experiment in EXPERIMENTS.values() for choice in parse(experiment.optimizers)]
     plain = {label for label in labels if "=" not in label}
-    assert len({style(label) for label in plain}) == len(plain)
+    assert len(set(styles(plain).values())) == len(plain)
+    many = [f"LODO (beta={i})" for i in range(20)]
+    assert len(set(styles(["LODO", *many]).values())) == 21
 
 
 def test_the_papers_rows_are_all_there():
@@ -161,7 +164,13 @@ def test_library_optimizers_and_options_on_the_command_line(tmp_path):
     invoke("run", "bowl", "--steps", 60, "--seeds", 1, "--optimizers", optimizers, "--workers", 0, "--out", tmp_path)
     rows = json.loads((tmp_path / "bowl" / "summary.json").read_text())["rows"]
     labels = {row["optimizer"] for row in rows}
-    assert labels == {"LODO", "LODO (beta=0.5)", "AdamW (lr=0.5, betas=(0.5, 0.9))", "lion (lr=0.05)", "LBFGS"}
+    assert labels == {
+        "LODO",
+        "LODO (beta=0.5)",
+        "torch.AdamW (lr=0.5, betas=(0.5, 0.9))",
+        "pytorch_optimizer.lion (lr=0.05)",
+        "torch.LBFGS",
+    }
     assert {row["optimizer"] for row in rows if row["paper_mean"] is not None} == {"LODO"}
 
 
@@ -171,6 +180,19 @@ def test_another_bowl_is_not_compared_with_the_papers(tmp_path):
     summary = json.loads((tmp_path / "bowl" / "summary.json").read_text())
     assert summary["settings"]["task_options"] == {"n": 20, "condition": 10.0, "v": 4.0}
     assert all(row["paper_mean"] is None for row in summary["rows"])
+    assert "n = 20, condition = 10.0, v = 4.0: not the paper's task" in (tmp_path / "bowl" / "table.md").read_text()
+
+
+def test_a_librarys_optimizer_is_not_taken_for_the_papers(tmp_path):
+    args = ("--steps", 20, "--seeds", 1, "--workers", 0, "--out", tmp_path / "[a]")
+    out = invoke("run", "bowl", "--optimizers", "adam, torch.Adam, pytorch_optimizer.muon(lr=1.0)", *args)
+    assert "[a]/bowl/bowl.png" in out.replace(" ", "")
+    rows = json.loads((tmp_path / "[a]" / "bowl" / "summary.json").read_text())["rows"]
+    assert [(row["optimizer"], row["paper_mean"]) for row in rows] == [
+        ("Adam", 15.28),
+        ("torch.Adam", None),
+        ("pytorch_optimizer.muon (lr=1.0)", None),
+    ]
 
 
 def test_seconds_limit_every_run_and_use_the_papers_other_column(tmp_path):
@@ -200,7 +222,12 @@ def test_from_python(tmp_path):
         (("bowl", "--workers", "-1"), "workers must be an integer >= 0, got -1"),
         (("bowl", "--optimizers", "addam"), "did you mean adam?"),
         (("bowl", "--optimizers", "adam, adam"), "named once each"),
-        (("bowl", "--optimizers", "adam(lr)"), "options by name"),
+        (("bowl", "--optimizers", "adam(lr=1e999)"), "lr of adam must be a finite number"),
+        (("bowl", "--optimizers", "adam(lr={1})"), "lr of adam must be"),
+        (("bowl", "--optimizers", "adam(betas=[x])"), "[x]"),
+        (("bowl", "--steps", "50", "--seconds", "3"), "not both"),
+        (("bowl", "--task", "v=0.0"), "v must be"),
+        (("bowl", "--optimizers", "adam(lr)"), "options must be given by name"),
         (("bowl", "--optimizers", "adam(lr=0.1"), "names or calls"),
         (("bowl", "--optimizers", "adam(beta9=0.1)"), "beta9"),
         (("bowl", "--optimizers", "l2l(weights='nowhere')"), "does not exist"),

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import distributed
 import numpy as np
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from lodo.lab.cli import app
 from lodo.lab.run import Run, execute, load
 from lodo.lab.sweep import RunError, sweep
 
@@ -109,9 +112,9 @@ def test_interrupting_leaves_a_resumable_state_and_says_so(undisturbed, tmp_path
     assert checkpoints(tmp_path) == []
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None, silence_logs=50) as local:
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=3, dashboard_address="127.0.0.1:0", silence_logs=50) as local:
         yield local
 
 
@@ -119,10 +122,31 @@ def test_a_running_scheduler_can_be_used(cluster, tmp_path):
     runs = [Run("bowl", "adam", seed, 200, task_options={"n": 5}) for seed in range(3)]
     heard = {}
     sweep(runs, tmp_path / "there", scheduler=cluster.scheduler_address, report=heard.__setitem__)
-    assert heard == dict.fromkeys(runs, 1.0)
+    assert heard == dict.fromkeys(runs, 1.0)  # three threads of one process, which take turns
     for run in runs:
         execute(run, tmp_path / "here")
         np.testing.assert_array_equal(load(run, tmp_path / "here")["loss"], load(run, tmp_path / "there")["loss"])
+
+
+def test_a_scheduler_on_the_command_line(cluster, tmp_path):
+    args = ["run", "rosenbrock", "--quick", "--scheduler", cluster.scheduler_address, "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "rosenbrock" / "summary.json").read_text())["rows"]
+    assert all(row["seeds"] == 2 for row in rows)
+    at = {row["optimizer"]: row["mean"] / row["paper_mean"] for row in rows if row["paper_mean"]}
+    for label in ("Adam", "Yogi"):
+        assert at[label] == pytest.approx(1, rel=0.003)
+    assert at["LODO"] == pytest.approx(1, rel=0.08)  # two seeds
+
+
+def test_two_sweeps_on_one_scheduler_do_not_meet(cluster, tmp_path):
+    runs = [Run("bowl", "adam", seed, 300, task_options={"n": 5}) for seed in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for name in ("a", "b"):
+            pool.submit(sweep, runs, tmp_path / name, scheduler=cluster.scheduler_address)
+    for run in runs:
+        np.testing.assert_array_equal(load(run, tmp_path / "a")["loss"], load(run, tmp_path / "b")["loss"])
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(cluster, tmp_path):
@@ -130,6 +154,8 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(cluster, tmp_path):
     bad = Run("rosenbrock", "torch.SparseAdam", 0, 50)  # refuses dense gradients at its first step
     with pytest.raises(RunError, match=bad.name):
         sweep([good, bad], tmp_path, scheduler=cluster.scheduler_address)
+    with pytest.raises(RunError, match=bad.name):
+        sweep([bad], tmp_path, workers=0)
     sweep([good], tmp_path, workers=0)
     assert load(good, tmp_path) is not None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 from lodo.lab.baselines import BASELINES, parse
 from lodo.lab.baselines.l2l import EPISODES, train
 from lodo.lab.baselines.weights import save_weights
+from lodo.lab.calls import parse_options
 from lodo.lab.conduct import conduct
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.run import threads
@@ -125,28 +125,17 @@ def train_l2l(
                     seed=seed, episodes=episodes, on_progress=lambda done: progress.update(bar, completed=done)
                 )
         save_weights(out, state, {"seed": seed, "episodes": episodes})
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    console.print(f"wrote {out}; use it with --optimizers \"l2l(weights='{out}')\"", highlight=False, soft_wrap=True)
+    console.print(f"wrote {out}; use it with --optimizers \"l2l(weights='{out}')\"", markup=False, highlight=False)
 
 
 def _options(text: str | None) -> dict[str, Any]:
-    """``'n=200, v=10'`` as a dictionary.
-
-    >>> _options("n=200, v=10")
-    {'n': 200, 'v': 10}
-    """
-    if text is None:
-        return {}
     try:
-        call = ast.parse(f"task({text})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        if call.args:
-            raise ValueError
-        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, AssertionError) as error:
-        raise ValueError(f"task must be options such as 'n=200, condition=1e4', got {text!r}") from error
+        return {} if text is None else parse_options(text)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"task must be options such as 'n=200, condition=1e4', got {text!r}: {error}") from error
 
 
 def _print_list(console: Console) -> None:

@@ -6,18 +6,20 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results
 from lodo.lab.files import write_atomically
 from lodo.lab.report import tables
 from lodo.lab.report.figures import look, save
-from lodo.lab.run import Run, environment, load
-from lodo.lab.sweep import Report, sweep
+from lodo.lab.run import Curve, Run, load
+from lodo.lab.sweep import Report, RunError, sweep
 
 
 def conduct(
@@ -47,10 +49,15 @@ def conduct(
             report=report,
             checkpoint_every=checkpoint_every,
         )
-    results: Results = {
-        cell: [curve for run in runs if (curve := load(run, out / "runs")) is not None] for cell, runs in plan.items()
-    }
+    results: Results = {cell: [_loaded(run, out / "runs") for run in runs] for cell, runs in plan.items()}
     return _write(experiment, request, results, out / experiment.name, console)
+
+
+def _loaded(run: Run, folder: Path) -> Curve:
+    curve = load(run, folder)
+    if curve is None:
+        raise RunError(f"{run.path(folder)} was there and is gone or damaged; the same command makes it again")
+    return curve
 
 
 def _write(experiment: Experiment, request: Request, results: Results, folder: Path, console: Console) -> Path:
@@ -60,27 +67,32 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
         "settings": asdict(request),
         "rows": [asdict(row) for row in rows],
         "timings": _timings(results),
-        "environment": environment(),
+        "environments": _environments(results),
     }
     about = experiment.about(request)
     write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     write_atomically(folder / "table.md", tables.markdown(experiment.title, about, rows, notes).encode())
     with look():
         figures = experiment.figures(request, results)
+        for figure in figures.values():
+            figure.suptitle(f"{experiment.title}: {experiment.size(request)}", fontsize="small", color="0.4")
         written = [file for name, figure in figures.items() for file in save(figure, folder / name)]
-    console.print(f"[bold]{experiment.title}[/bold]: {about}", highlight=False)
+    say = partial(console.print, markup=False, highlight=False)
+    say(f"{experiment.title}: {about}")
     for metric, group in tables.by_metric(rows):
         console.print(tables.terminal(metric, group))
     for note in notes:
-        console.print(f"- {note}", highlight=False)
-    console.print(
-        f"\nfigures: {', '.join(str(file) for file in written if file.suffix == '.png')}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", highlight=False, soft_wrap=True)
-    console.print(f"\n[bold]{experiment.sentence(rows)}[/bold]", highlight=False)
+        say(f"- {note}")
+    say(f"\nfigures: {', '.join(str(file) for file in written if file.suffix == '.png')}", soft_wrap=True)
+    say(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", soft_wrap=True)
+    say(f"\n{experiment.sentence(rows)}", style="bold")
     return folder
+
+
+def _environments(results: Results) -> list[dict[str, str]]:
+    """What the curves were made with: one entry, unless some were made earlier or elsewhere."""
+    every = [dict(curve.environment) for curves in results.values() for curve in curves]
+    return [made for i, made in enumerate(every) if made not in every[:i]]
 
 
 def _timings(results: Results) -> dict[str, float]:
@@ -101,24 +113,24 @@ def _display(plan: Plan, console: Console) -> Iterator[Report]:
         TextColumn("{task.fields[state]}"),
         TimeRemainingColumn(compact=True),
     )
-    done: dict[Run, float] = {}
     by_label: dict[str, list[Run]] = {}
     for cell, runs in plan.items():
         by_label.setdefault(cell.label, []).extend(runs)
     label_of = {run: label for label, runs in by_label.items() for run in runs}
+    done = dict.fromkeys(label_of, 0.0)
     with Progress(*columns, console=console) as progress:
         total = progress.add_task("[bold]all[/bold]", total=len(label_of), state="")
-        bars = {label: progress.add_task(label, total=len(runs), state="waiting") for label, runs in by_label.items()}
+        bars = {
+            label: progress.add_task(escape(label), total=len(runs), state="waiting")
+            for label, runs in by_label.items()
+        }
 
         def report(run: Run, fraction: float) -> None:
-            done[run] = max(fraction, done.get(run, 0.0))
+            done[run] = max(fraction, done[run])
             label = label_of[run]
-            own = [done[other] for other in by_label[label] if other in done]
-            finished = sum(part >= 1 for part in own)
-            state = f"{finished}/{len(by_label[label])} runs"
-            progress.update(bars[label], completed=sum(own), state=state)
-            progress.update(
-                total, completed=sum(done.values()), state=f"{sum(p >= 1 for p in done.values())}/{len(label_of)} runs"
-            )
+            for bar, runs in ((bars[label], by_label[label]), (total, list(done))):
+                parts = [done[each] for each in runs]
+                state = f"{sum(part >= 1 for part in parts)}/{len(parts)} runs"
+                progress.update(bar, completed=sum(parts), state=state)
 
         yield report

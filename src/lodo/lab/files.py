@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
+import uuid
 from pathlib import Path
 
 _DIGEST = hashlib.sha256().digest_size
@@ -20,7 +22,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     b'whole'
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -34,10 +36,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete what killed writers of ``path`` left behind."""
+    """Delete what killed writers of ``path`` left behind; what is younger than an hour may belong to a living one."""
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         with contextlib.suppress(OSError):
-            leftover.unlink()
+            if time.time() - leftover.stat().st_mtime > 3600:
+                leftover.unlink()
 
 
 def write_checked(path: Path, data: bytes) -> None:

@@ -11,8 +11,9 @@ import io
 import json
 import logging
 import math
-import pickle
 import platform
+import random
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from lodo._checks import check_int, check_real
 from lodo.lab.baselines import build, needs_graph
@@ -119,6 +121,7 @@ class Curve:
     run: Run
     diverged: bool
     columns: Mapping[str, np.ndarray]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, column: str) -> np.ndarray:
         return self.columns[column]
@@ -146,9 +149,8 @@ def execute(
     """
     path, checkpoint = run.path(folder), run.checkpoint_path(folder)
     if load(run, folder) is None:
-        with _own_random_numbers(run), threads(TASKS[run.task].threads):
-            training = _Training(run)
-            training.resume(checkpoint)
+        with _one_at_a_time, _own_random_numbers(), threads(TASKS[run.task].threads):
+            training = _Training.resumed(run, checkpoint)
             saved = time.monotonic()
             while not training.over:
                 training.advance()
@@ -179,7 +181,7 @@ def load(run: Run, folder: Path) -> Curve | None:
         log.warning("%s is not what its name says and will be made again", path)
         return None
     columns = {name: table[name].to_numpy() for name in table.column_names}
-    return Curve(run, about["diverged"], columns)
+    return Curve(run, about["diverged"], columns, about["environment"])
 
 
 class _Training:
@@ -187,6 +189,7 @@ class _Training:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        _seed(run.seed)
         self.task = make_task(run.task, run.task_options, run.seed)
         self.optimizer = build(run.optimizer, self.task, run.seed, run.options)
         self.columns = {name: array("d") for name in _COLUMNS}
@@ -225,14 +228,13 @@ class _Training:
             losses.append(task.evaluate(graph))
             return losses[-1]
 
-        end = time.perf_counter()
-        limit = end + breath
-        while self.evaluations < most and end < limit and not self.diverged:
+        limit = time.perf_counter() + breath
+        while True:
             begin = time.perf_counter()
             task.draw()
             try:
                 optimizer.step(closure)
-            except FloatingPointError:  # LODO's word for a gradient that is not finite
+            except (ArithmeticError, LinAlgError):  # such as LODO's word for an infinite gradient
                 self.diverged = True
             end = time.perf_counter()
             self.seconds += end - begin
@@ -241,11 +243,12 @@ class _Training:
             seconds.append(self.seconds)
             loss.append(losses[0])
             repeat_loss.append(sum(losses[1:]) / (len(losses) - 1) if len(losses) > 1 else math.nan)
-            self.diverged = self.diverged or not math.isfinite(losses[0])
+            self.diverged = self.diverged or not all(map(math.isfinite, losses))
             losses.clear()
             if every and len(loss) % every == 0 and not self.diverged:
                 self._measure()
-                end = time.perf_counter()
+            if self.diverged or self.evaluations >= most or time.perf_counter() >= limit:
+                break
 
     def _measure(self) -> None:
         self.tracked_at.append(self.steps)
@@ -259,7 +262,7 @@ class _Training:
             "settings": self.run.settings,
             "task": self.task.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
+            "random": _random_state(),
             "columns": {name: _tensor(column) for name, column in self.columns.items()},
             "tracked": {name: _tensor(column) for name, column in self.tracked.items()},
             "tracked_at": _tensor(self.tracked_at),
@@ -272,26 +275,32 @@ class _Training:
         except Exception as error:
             log.warning("no checkpoint of %s could be written: %s", self.run.name, error)
 
-    def resume(self, path: Path) -> None:
-        """Go on from a checkpoint, if there is one that can be trusted."""
-        if not path.exists():
-            return
-        data = read_checked(path)
-        try:
-            state = torch.load(io.BytesIO(data or b""), weights_only=True)
-            if state["settings"] != self.run.settings:
-                raise ValueError("it is of another run")
-        except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
-            reason = "it is damaged" if data is None else str(error).partition("\n")[0]
-            log.warning("%s is not used and the run starts again: %s", path, reason)
-            return
+    @classmethod
+    def resumed(cls, run: Run, path: Path) -> _Training:
+        """Where the checkpoint stands, or at the start if there is none that can be trusted."""
+        if path.exists():
+            data = read_checked(path)
+            try:
+                if data is None:
+                    raise ValueError("it is damaged")
+                training = cls(run)
+                training._restore(torch.load(io.BytesIO(data), weights_only=True))
+                return training
+            except Exception as error:
+                reason = str(error).partition("\n")[0]
+                log.warning("%s is not used and the run starts again: %s", path, reason)
+        return cls(run)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state["settings"] != self.run.settings:
+            raise ValueError("it is of another run")
         self.task.load_state_dict(state["task"])
         self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
         self.columns = {name: _array(column) for name, column in state["columns"].items()}
         self.tracked = {name: _array(column) for name, column in state["tracked"].items()}
         self.tracked_at = _array(state["tracked_at"])
         self.evaluations, self.seconds = state["evaluations"], state["seconds"]
+        _set_random_state(state["random"])
 
     def parquet(self) -> bytes:
         """The curve as a Parquet file."""
@@ -328,7 +337,7 @@ class _Training:
 
 def environment() -> dict[str, str]:
     """What the numbers were made with."""
-    packages = {name: version(name) for name in ("lodo", "torch", "numpy")}
+    packages = {name: version(name) for name in ("lodo", "torch", "numpy", "numba", "pytorch_optimizer")}
     return {**packages, "python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
 
 
@@ -347,12 +356,37 @@ def _array(values: torch.Tensor) -> array[float]:
     return array("d", values.numpy().tobytes())
 
 
+# Library optimizers draw from the global generators of torch, NumPy and Python. A process has one of each, so it does
+# one run at a time, and the caller's are put back.
+_one_at_a_time = threading.Lock()
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    numpy_state = (name, torch.tensor(keys.tolist()), *rest)  # type: ignore[union-attr]
+    return {"torch": torch.get_rng_state(), "numpy": numpy_state, "python": random.getstate()}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
+
+
 @contextmanager
-def _own_random_numbers(run: Run) -> Iterator[None]:
-    """Seed torch's global generator for library optimizers that use it, and leave the caller's alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)
+def _own_random_numbers() -> Iterator[None]:
+    before = _random_state()
+    try:
         yield
+    finally:
+        _set_random_state(before)
 
 
 @contextmanager

@@ -7,20 +7,21 @@ left behind goes on from its checkpoint, on whichever worker takes it next.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dask
 import distributed
+from dask.system import CPU_COUNT
 
 from lodo._checks import check_int
 from lodo.lab.run import Run, execute, load
 
-_TOPIC = "lodo-progress"
 _REPORT_EVERY = 0.5  # seconds between a worker's messages about one run
 _DASK = {
     "distributed.scheduler.allowed-failures": 20,  # workers that may die under one run before it is given up
@@ -49,7 +50,8 @@ def sweep(
 
     Args:
         runs: what to do; duplicates and finished runs cost nothing.
-        folder: where runs are kept. A cluster's workers must see the same folder.
+        folder: where runs are kept. A cluster's workers must see the same folder; one thread each is best, as a
+            process does one run at a time.
         workers: local processes, as many as cores if None; 0 works in this process, without Dask.
         scheduler: the address of a running Dask scheduler, used instead of local processes.
         report: is told of every run's progress.
@@ -77,7 +79,10 @@ def sweep(
     folder = folder.absolute()
     if workers == 0 and scheduler is None:
         for run in todo:
-            execute(run, folder, checkpoint_every=checkpoint_every, progress=lambda done, run=run: report(run, done))  # type: ignore[misc]
+            try:
+                execute(run, folder, checkpoint_every=checkpoint_every, progress=partial(report, run))
+            except Exception as error:
+                raise RunError(f"{run.name} failed: {error}") from error
         return
     with dask.config.set(_DASK), tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch:
         if scheduler is not None:
@@ -86,10 +91,10 @@ def sweep(
             return
         with (
             distributed.LocalCluster(
-                n_workers=min(workers or os.cpu_count() or 1, len(todo)),
+                n_workers=min(workers or CPU_COUNT, len(todo)),
                 threads_per_worker=1,
                 memory_limit=0,  # Dask shall not kill a run for its memory
-                dashboard_address=None,
+                dashboard_address="127.0.0.1:0",
                 local_directory=scratch,
                 silence_logs=logging.CRITICAL,
             ) as cluster,
@@ -105,13 +110,14 @@ def _one_of_each(runs: Sequence[Run]) -> list[Run]:
 
 def _on(client: Any, runs: Sequence[Run], folder: Path, report: Report, checkpoint_every: float) -> None:
     by_name = {run.name: run for run in runs}
-    client.subscribe_topic(_TOPIC, lambda event: report(by_name[event[1]["run"]], event[1]["done"]))
-    futures = {
-        client.submit(_work, run, folder, checkpoint_every, key=f"lodo-{run.name}", pure=False): run for run in runs
-    }
+    own = f"lodo-{uuid.uuid4().hex}"  # others may sweep on the same scheduler
+    client.subscribe_topic(own, lambda event: report(by_name[event[1]["run"]], event[1]["done"]))
+    futures = {client.submit(_work, run, folder, checkpoint_every, own, key=f"{own}-{run.name}"): run for run in runs}
     try:
         for future in distributed.as_completed(list(futures), loop=client.loop):
             run = futures[future]
+            if future.cancelled():
+                raise RunError(f"{run.name} was cancelled on the scheduler; the same command continues from here")
             error = future.exception()
             if error is not None:
                 raise RunError(f"{run.name} failed: {error}") from error
@@ -125,7 +131,7 @@ def _on(client: Any, runs: Sequence[Run], folder: Path, report: Report, checkpoi
         client.cancel(list(futures), force=True)
 
 
-def _work(run: Run, folder: Path, checkpoint_every: float) -> None:
+def _work(run: Run, folder: Path, checkpoint_every: float, topic: str) -> None:
     """What a worker does."""
     worker = distributed.get_worker()
     last = 0.0
@@ -133,7 +139,7 @@ def _work(run: Run, folder: Path, checkpoint_every: float) -> None:
     def progress(done: float) -> None:
         nonlocal last
         if time.monotonic() - last > _REPORT_EVERY:
-            worker.log_event(_TOPIC, {"run": run.name, "done": done})
+            worker.log_event(topic, {"run": run.name, "done": done})
             last = time.monotonic()
 
     execute(run, folder, checkpoint_every=checkpoint_every, progress=progress)

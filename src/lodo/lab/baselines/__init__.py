@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import inspect
@@ -10,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytorch_optimizer
@@ -22,10 +22,12 @@ from lodo.lab.baselines.frozen import FrozenLODO
 from lodo.lab.baselines.lbfgs import StochasticLBFGS
 from lodo.lab.baselines.second_order import BFGS, LevenbergMarquardt, Newton
 from lodo.lab.baselines.weights import make_l2l, weights_digest
+from lodo.lab.calls import parse_calls
 from lodo.lab.tasks import Task
 
 __all__ = [
     "BASELINES",
+    "QUADRATIC",
     "Baseline",
     "Choice",
     "build",
@@ -88,7 +90,7 @@ class Choice:
     def label(self) -> str:
         """How tables and figures call it."""
         known = BASELINES.get(self.optimizer)
-        name = known.label if known else self.optimizer.rpartition(".")[2]
+        name = known.label if known else self.optimizer
         given = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
         return f"{name} ({given})" if given else name
 
@@ -100,31 +102,9 @@ def parse(text: str) -> list[Choice]:
     'LODO (beta=0.5)'
     """
     try:
-        tree = ast.parse(f"[{text}]", mode="eval").body
-        if not isinstance(tree, ast.List) or not tree.elts:
-            raise SyntaxError("not a list of names")
+        return [Choice(resolve(name), options) for name, options in parse_calls(text)]
     except SyntaxError as error:
         raise ValueError(f"optimizers must be names or calls such as adam, lodo(beta=0.5), got {text!r}") from error
-    return [_choice(node) for node in tree.elts]
-
-
-def _choice(node: ast.expr) -> Choice:
-    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-    name = ast.unparse(call.func)
-    if call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise ValueError(f"optimizers take options by name, such as {name}(lr=0.1), got {ast.unparse(node)!r}")
-    options: dict[str, Any] = {}
-    for keyword in call.keywords:
-        if keyword.arg in options:
-            raise ValueError(f"{keyword.arg} of {name} must be given once, got {ast.unparse(node)!r}")
-        try:
-            options[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{keyword.arg} of {name} must be a number, text, True, False, None or a tuple of those, "
-                f"got {ast.unparse(keyword.value)!r}"
-            ) from error
-    return Choice(resolve(name), options)
 
 
 def resolve(name: str) -> str:
@@ -165,6 +145,10 @@ def _of_pytorch_optimizer() -> frozenset[str]:
     return frozenset(pytorch_optimizer.get_supported_optimizers())
 
 
+# of pytorch_optimizer: they want to be told which parameters are theirs
+_MUON_AND_KIN = ("adago", "adamuon", "muon", "muonclip", "normuon")
+
+
 def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optimizer:
     """The optimizer of a task's parameters, by its full name.
 
@@ -178,7 +162,8 @@ def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optim
         library, _, short = name.partition(".")
         kind = getattr(torch.optim, short) if library == "torch" else pytorch_optimizer.load_optimizer(short)
         _check_names(kind, options)
-        made: Optimizer = kind(task.params, **options)
+        params: Any = [{"params": task.params, "use_muon": True}] if short in _MUON_AND_KIN else task.params
+        made: Optimizer = kind(params, **options)
     except (TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error
     return made
@@ -218,5 +203,7 @@ def hyperparameters(task: str, choice: Choice) -> dict[str, Any]:
     """Everything that a run of this choice depends on: the paper's tuned values, then the choice's own."""
     options = {**paper_hyperparameters(task, choice.optimizer), **choice.options}
     if choice.optimizer == "l2l":
+        if options.get("weights") is not None:
+            options["weights"] = str(Path(options["weights"]).absolute())  # a worker may stand elsewhere
         options["digest"] = weights_digest(options.get("weights"))
     return options

@@ -40,6 +40,10 @@ class Request:
             check_int("steps", self.evaluations, low=10)
         if self.seconds is not None:
             check_real("seconds", self.seconds, low=0.0, open_low=True)
+        if self.evaluations is not None and self.seconds is not None:
+            raise ValueError(
+                f"steps or seconds must be given, not both, got {self.evaluations} steps and {self.seconds} seconds"
+            )
         if not self.choices:
             raise ValueError("optimizers must name at least one, got none")
         labels = [choice.label for choice in self.choices]
@@ -116,16 +120,21 @@ class Experiment(ABC):
         """What a reader of the table must know."""
         return []
 
+    def size(self, request: Request) -> str:
+        """How much was run, and of which task if it is not the paper's."""
+        length = f"{request.evaluations:,} steps" if request.evaluations else f"{request.seconds:g} s of training"
+        changed = "".join(f", {name} = {value}" for name, value in request.task_options.items())
+        return f"{length}, {request.seeds} seed{'s' if request.seeds > 1 else ''}{changed}"
+
     def about(self, request: Request) -> str:
         """The size of what was run, beside the paper's."""
-        length = f"{request.evaluations:,} steps" if request.evaluations else f"{request.seconds:g} s of training"
-        own = f"{length}, {request.seeds} seed{'s' if request.seeds > 1 else ''}"
+        step = "A step is one evaluation of the loss and its gradient."
+        if request.task_options:
+            return f"{self.size(request)}: not the paper's task. {step}"
         if request.evaluations == self.full.evaluations and request.seeds == self.full.seeds:
-            return f"{own}: the paper's size. A step is one evaluation of the loss and its gradient."
-        return (
-            f"{own}. The paper's figures are for {self._paper_length(request)}, {self.full.seeds} seeds. "
-            "A step is one evaluation of the loss and its gradient."
-        )
+            return f"{self.size(request)}: the paper's size. {step}"
+        paper = f"{self._paper_length(request)}, {self.full.seeds} seeds"
+        return f"{self.size(request)}. The paper's figures are for {paper}. {step}"
 
     def _paper_length(self, request: Request) -> str:
         return f"{self.full.evaluations:,} steps"

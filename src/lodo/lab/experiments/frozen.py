@@ -24,7 +24,7 @@ FROZEN = "frozen G, new bowl"
 KEEPS = "G that keeps learning, new bowl"
 FRESH = "fresh LODO, new bowl"
 OWN = "frozen G, its own bowl"
-_COLOURS = {FROZEN: "#d55e00", KEEPS: "#e69f00", FRESH: "#0072b2", OWN: "#009e73"}
+_COLOURS = {FROZEN: "#aa4499", KEEPS: "#ddaa33", FRESH: "#0072b2", OWN: "#44aa99"}
 
 
 class FrozenExperiment(Experiment):
@@ -91,10 +91,10 @@ class FrozenExperiment(Experiment):
 
     def sentence(self, rows: Sequence[Row]) -> str:
         means = {row.optimizer: row.mean for row in rows if row.metric == METRIC and row.mean is not None}
-        frozen, fresh = means.get(FROZEN, math.inf), means.get(FRESH, math.nan)
+        frozen, keeps, fresh = (means.get(label, math.inf) for label in (FROZEN, KEEPS, FRESH))
         return (
-            f"{AT} steps after the change the frozen preconditioner's loss is 10^{frozen:.1f}, "
-            f"that of a LODO that starts afresh and learns on the fly 10^{fresh:.1f}."
+            f"{AT} steps after the change the frozen preconditioner's loss is 10^{frozen:.1f}, that of one which keeps "
+            f"learning 10^{keeps:.1f}, and that of a LODO that starts afresh 10^{fresh:.1f}."
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats
 from lodo.lab.experiments.bowl import compare, last, tracking_error
-from lodo.lab.report.figures import canvas, style
+from lodo.lab.report.figures import canvas, styles
 from lodo.lab.report.tables import Paper, Row, measure
 from lodo.lab.tasks import newton_loss
 
@@ -57,7 +58,7 @@ class NoiseExperiment(Experiment):
                 reported: Paper = (paper[label][i], None) if label in paper else (None, None)
                 rows.append(measure(label, f"loss, v = {v:g}", curves, tracking_error, reported))
             rows += [
-                measure(label, f"loss on fresh batches, v = {v:g}", curves, lambda curve: tail(curve, fresh=True))
+                measure(label, f"loss on fresh batches, v = {v:g}", curves, partial(tracking_error, fresh=True))
                 for label, curves in there.items()
                 if any(map(repeats, curves))
             ]
@@ -70,12 +71,14 @@ class NoiseExperiment(Experiment):
                     )
         return rows
 
+    def notes(self, request: Request, results: Results) -> list[str]:
+        return ["The paper prints two decimals, which is half a digit of the smallest values."]
+
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
         figure, (left, right) = canvas(2)
         best = [newton_loss(v=v, **request.task_options) for v in VARIANCES]
         means = {(row.optimizer, row.metric): row.mean for row in self.rows(request, results)}
-        for label in dict.fromkeys(cell.label for cell in results):
-            drawn = style(label)
+        for label, drawn in styles(cell.label for cell in results).items():
             losses = [means[label, f"loss, v = {v:g}"] for v in VARIANCES]
             there = [(v, loss, low) for v, loss, low in zip(VARIANCES, losses, best, strict=True) if loss is not None]
             if there:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
-from lodo.lab.report.figures import canvas, style
+from lodo.lab.report.figures import canvas, styles
 from lodo.lab.report.tables import Paper, Row, measure
 from lodo.lab.run import Curve
+from lodo.lab.tasks.rosenbrock import START, rosenbrock
 
 PAPER: dict[str, Paper] = {
     "Adam": (0.00005342, None),
@@ -20,7 +22,7 @@ PAPER: dict[str, Paper] = {
     "Yogi": (0.0007916, None),
     "LODO": (0.001040, 0.00002140),
 }
-START, MINIMUM = (-0.5, 2.0), (1.0, 1.0)
+MINIMUM = (1.0, 1.0)
 SHOWN = 100  # steps of the trajectories, as in the paper's figure
 
 
@@ -80,8 +82,9 @@ def _metric(request: Request) -> str:
 
 def _curves(results: Results) -> Figure:
     figure, (axes,) = canvas()
+    looks = styles(cell.label for cell in results)
     for cell, curves in results.items():
-        drawn = style(cell.label)
+        drawn = looks[cell.label]
         logs = [np.log(np.maximum(curve["loss"], 1e-300)) for curve in curves if not curve.diverged]
         if not logs:
             continue
@@ -99,11 +102,11 @@ def _curves(results: Results) -> Figure:
 
 def _trajectories(results: Results) -> Figure:
     figure, (axes,) = canvas(size=(6.5, 4.6))
-    x, y = np.meshgrid(np.linspace(-2.2, 2.2, 400), np.linspace(-1.2, 3.2, 400))
-    f = 0.01 * (x - 1) ** 2 + (x**2 - y) ** 2
-    axes.contour(x, y, f, levels=np.logspace(-3, 1.2, 15), colors="0.8", linewidths=0.6)
+    x, y = torch.meshgrid(torch.linspace(-2.2, 2.2, 400), torch.linspace(-1.2, 3.2, 400), indexing="xy")
+    axes.contour(x, y, rosenbrock(x, y), levels=np.logspace(-3, 1.2, 15), colors="0.8", linewidths=0.6)
+    looks = styles(cell.label for cell in results)
     for cell, curves in results.items():
-        drawn, first = style(cell.label), curves[0]
+        drawn, first = looks[cell.label], curves[0]
         if "x" in first.columns:
             path = [np.append(start, first[name][:SHOWN]) for name, start in zip("xy", START, strict=True)]
             axes.plot(*path, color=drawn.color, ls=drawn.ls, lw=0.9, marker="o", ms=1.8, label=cell.label)

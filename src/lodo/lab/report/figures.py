@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -20,7 +19,7 @@ from lodo.lab.run import Curve
 
 Dashes = str | tuple[int, tuple[int, ...]]
 
-# Okabe and Ito's colours, told apart by colour-blind readers, with dashes where one is used twice.
+# Colours of Okabe and Ito and of Paul Tol, chosen for colour-blind readers; dashes where one is used twice.
 _STYLES: dict[str, tuple[str, Dashes]] = {
     "LODO": ("#0072b2", "-"),
     "Adam": ("#e69f00", "-"),
@@ -37,6 +36,7 @@ _STYLES: dict[str, tuple[str, Dashes]] = {
     "Newton": ("#000000", ":"),
 }
 _OTHERS = ["#aa4499", "#44aa99", "#999933", "#88ccee", "#ddcc77", "#661100"]
+_DASHES: list[Dashes] = [(0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2)), "-"]
 _RC: Any = {
     "figure.dpi": 150,
     "savefig.dpi": 150,
@@ -58,20 +58,20 @@ class Style:
     ls: Dashes
 
 
-def style(label: str) -> Style:
-    """The style of a label; one that is not of the paper gets a colour from its name.
+def styles(labels: Iterable[str]) -> dict[str, Style]:
+    """A style for every label: its own if it is of the paper, else one that no other label of the figure has.
 
-    >>> style("LODO").color
+    >>> styles(["LODO", "LODO (beta=0.5)", "LODO (beta=0.9)"])["LODO"].color
     '#0072b2'
     """
-    if label in _STYLES:
-        return Style(*_STYLES[label])
-    return Style(_OTHERS[sum(label.encode()) % len(_OTHERS)], (0, (3, 1, 1, 1)))
+    labels = list(dict.fromkeys(labels))
+    others = iter([Style(color, dashes) for dashes in _DASHES for color in _OTHERS] * len(labels))
+    return {label: Style(*_STYLES[label]) if label in _STYLES else next(others) for label in labels}
 
 
 def canvas(columns: int = 1, rows: int = 1, size: tuple[float, float] = (6.0, 3.8)) -> tuple[Figure, list[Axes]]:
     """An empty figure and its axes."""
-    figure = plt.figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
@@ -82,7 +82,8 @@ def look() -> AbstractContextManager[None]:
 
 
 def binned(curves: Sequence[Curve], x: str = "evaluations", bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
-    """The mean loss of each curve over equal parts of the run: positions, and one row per curve."""
+    """The mean loss of each curve over equal parts of the run: their middles, and one row per curve."""
+    bins = min(bins, *(len(curve["step"]) for curve in curves))
     end = max(float(curve[x][-1]) for curve in curves)
     edges = np.linspace(0, end, bins + 1)
     rows = []
@@ -91,12 +92,12 @@ def binned(curves: Sequence[Curve], x: str = "evaluations", bins: int = 100) -> 
         counts = np.bincount(at, minlength=bins)
         sums = np.bincount(at, weights=curve["loss"].astype(np.float64), minlength=bins)
         rows.append(np.divide(sums, counts, out=np.full(bins, np.nan), where=counts > 0))
-    return edges[1:], np.stack(rows)
+    return (edges[1:] + edges[:-1]) / 2, np.stack(rows)
 
 
-def band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, name: str | None = None) -> None:
+def band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, drawn: Style) -> None:
     """The mean over seeds as a line and plus or minus one standard deviation as a band."""
-    drawn, middle = style(name or label), values.mean(0)
+    middle = values.mean(0)
     axes.plot(x, middle, color=drawn.color, ls=drawn.ls, lw=1.2, label=label)
     if len(values) > 1:
         spread = values.std(0, ddof=1)
@@ -104,7 +105,7 @@ def band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, name: str | 
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure as PNG and PDF and close it."""
+    """Write a figure as PNG and PDF."""
     written = []
     for kind in ("png", "pdf"):
         buffer = io.BytesIO()
@@ -112,5 +113,4 @@ def save(figure: Figure, path: Path) -> list[Path]:
         target = path.with_suffix(f".{kind}")
         write_atomically(target, buffer.getvalue())
         written.append(target)
-    plt.close(figure)
     return written

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import mean, stdev
 
+from rich.markup import escape
 from rich.table import Table
 
 from lodo.lab.run import Curve
@@ -34,7 +35,8 @@ class Row:
         """The row as text, in the order of `COLUMNS`."""
         difference = ""
         if self.mean is not None and self.paper_mean:
-            difference = f"{100 * (self.mean / self.paper_mean - 1):+.1f} %"
+            ratio, decades = self.mean / self.paper_mean - 1, self.mean - self.paper_mean
+            difference = f"{decades:+.1f} decades" if self.metric.startswith("log10") else f"{100 * ratio:+.1f} %"
         ours = with_spread(self.mean, self.std) if self.mean is not None else "diverged"
         seeds = str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged and self.mean is not None else "")
         return self.optimizer, ours, with_spread(self.paper_mean, self.paper_std), difference, seeds
@@ -95,7 +97,7 @@ def terminal(metric: str, rows: Iterable[Row]) -> Table:
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "optimizer" else "right")
     for row in rows:
-        table.add_row(*row.cells, style="bold" if row.optimizer == "LODO" else "")
+        table.add_row(*map(escape, row.cells), style="bold" if row.optimizer == "LODO" else "")
     return table
 
 

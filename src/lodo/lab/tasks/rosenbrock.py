@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from lodo._checks import check_real
 from lodo.lab.tasks.base import Task
 
+START = (-0.5, 2.0)
+
 
 class Rosenbrock(Task):
     """``0.01 (x - 1)^2 + (x^2 - y)^2`` from (-0.5, 2), in double precision.
@@ -26,7 +28,7 @@ class Rosenbrock(Task):
     def __init__(self, seed: int, *, jitter: float = 0.0) -> None:
         super().__init__(seed)
         check_real("jitter", jitter, low=0.0)
-        start = torch.tensor([-0.5, 2.0], dtype=torch.float64)
+        start = torch.tensor(START, dtype=torch.float64)
         self.params = [Parameter(start + jitter * torch.randn(2, generator=self.rng, dtype=torch.float64))]
 
     def loss(self) -> Tensor:
