@@ -114,7 +114,9 @@ def test_interrupting_leaves_a_resumable_state_and_says_so(undisturbed, tmp_path
 
 @pytest.fixture(scope="module")
 def cluster():
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=3, dashboard_address="127.0.0.1:0", silence_logs=50) as local:
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=3, dashboard_address="127.0.0.1:0", silence_logs=50
+    ) as local:
         yield local
 
 

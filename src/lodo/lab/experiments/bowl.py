@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from lodo._checks import check_real
 from lodo.lab.baselines import BASELINES, QUADRATIC
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats, tail
 from lodo.lab.report.figures import band, binned, canvas, styles
@@ -64,6 +65,7 @@ class BowlExperiment(Experiment):
     optimizers = "adam, momentum, rmsprop, yogi, lbfgs, lbfgs_slip, olbfgs, l2l, lodo, bfgs, lm, newton"
 
     def plan(self, request: Request) -> Plan:
+        check_noise(request)
         return {
             Cell(choice.label): [self.make_run(choice, seed, request) for seed in range(request.seeds)]
             for choice in request.choices
@@ -128,6 +130,11 @@ class BowlExperiment(Experiment):
 
     def _paper_length(self, request: Request) -> str:
         return super()._paper_length(request) if request.seconds is None else "300 s on its machine"
+
+
+def check_noise(request: Request) -> None:
+    """Without noise there is nothing to track."""
+    check_real("v", request.task_options.get("v", 1.0), low=0.0, open_low=True)
 
 
 def draw_sigma(axes: Axes, results: Results) -> None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from lodo.lab.baselines import Choice, hyperparameters
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
+from lodo.lab.experiments.bowl import check_noise
 from lodo.lab.report.figures import canvas
 from lodo.lab.report.tables import Paper, Row, measure
 from lodo.lab.run import Curve, Run
@@ -40,6 +41,7 @@ class FrozenExperiment(Experiment):
 
     def plan(self, request: Request) -> Plan:
         """Four cells, in double precision as the losses grow beyond single; only LODO can be asked for."""
+        check_noise(request)
         if request.evaluations is None:
             raise ValueError("steps must be given for bowl-frozen instead of seconds: the change comes after them")
         if any(choice.optimizer != "lodo" for choice in request.choices) or len(request.choices) > 1:

@@ -64,7 +64,7 @@ class Bowl(Task):
         super().__init__(seed)
         check_int("n", n, low=1)
         check_real("condition", condition, low=1.0)
-        check_real("v", v, low=0.0, open_low=True)
+        check_real("v", v, low=0.0)
         check_choice("dtype", dtype, tuple(DTYPES))
         if renew_at is not None:
             check_int("renew_at", renew_at, low=1)
