@@ -59,7 +59,7 @@ class Run:
     Example:
         >>> run = Run("rosenbrock", "torch.SGD", seed=0, evaluations=100, options={"lr": 0.1})
         >>> run.name
-        'rosenbrock-torch.SGD-0-cc5c3c4d8d8c'
+        'rosenbrock-torch.SGD-0-33c096d69156'
     """
 
     task: str
