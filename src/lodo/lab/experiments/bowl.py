@@ -111,6 +111,7 @@ class BowlExperiment(Experiment):
                 "L-BFGS and O-LBFGS evaluate every batch twice, before and after their step. The paper averages both; "
                 "the second table has the first alone, which is what every other optimizer is judged by."
             )
+        notes.append("The figure shows fresh batches alone and ends at 12 times Newton's loss.")
         notes.append("A run counts as diverged if its loss is not finite or worse than that of never having moved.")
         if Cell("BFGS") in results:
             notes.append("The paper reports BFGS as diverged.")
@@ -175,8 +176,8 @@ def draw_curves(axes: Axes, results: Results, x: str, best: float) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set(
         xlabel="step" if x == "evaluations" else "seconds of training",
-        ylabel="loss (mean and s.d. over seeds, cut at 12 x Newton)",
-        title="Tracking the moving minimum",
+        ylabel="loss on fresh batches",
+        title="Tracking the moving minimum (mean and s.d. over seeds)",
     )
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
