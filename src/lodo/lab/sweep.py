@@ -10,7 +10,8 @@ import logging
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,23 +85,30 @@ def sweep(
             except Exception as error:
                 raise RunError(f"{run.name} failed: {error}") from error
         return
-    with dask.config.set(_DASK), tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch:
-        if scheduler is not None:
-            with distributed.Client(scheduler, set_as_default=False) as client:
-                _on(client, todo, folder, report, checkpoint_every)
-            return
-        with (
-            distributed.LocalCluster(
-                n_workers=min(workers or CPU_COUNT, len(todo)),
-                threads_per_worker=1,
-                memory_limit=0,  # Dask shall not kill a run for its memory
-                dashboard_address="127.0.0.1:0",
-                local_directory=scratch,
-                silence_logs=logging.CRITICAL,
-            ) as cluster,
-            distributed.Client(cluster, set_as_default=False) as client,
-        ):
-            _on(client, todo, folder, report, checkpoint_every)
+    with dask.config.set(_DASK), _client(scheduler, min(workers or CPU_COUNT, len(todo))) as client:
+        _on(client, todo, folder, report, checkpoint_every)
+
+
+@contextmanager
+def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
+    """A client of a running scheduler, or of a cluster of local processes that ends with it."""
+    if scheduler is not None:
+        with distributed.Client(scheduler, set_as_default=False) as client:
+            yield client
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch,
+        distributed.LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            memory_limit=0,  # Dask shall not kill a run for its memory
+            dashboard_address="127.0.0.1:0",
+            local_directory=scratch,
+            silence_logs=logging.CRITICAL,
+        ) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
 
 
 def _one_of_each(runs: Sequence[Run]) -> list[Run]:
