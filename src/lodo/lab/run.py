@@ -215,13 +215,13 @@ class _Training:
         return self.diverged or self.fraction >= 1
 
     def advance(self) -> None:
-        """Train until the run ends, something is to be measured, or it is time to take a breath."""
+        """Train until the run ends or it is time to take a breath, measuring on the way."""
         task, optimizer = self.task, self.optimizer
         graph = needs_graph(optimizer)
         every = self.run.track_every
         most = self.run.evaluations or math.inf
         breath = min(_BREATH, (self.run.seconds or math.inf) - self.seconds)
-        evaluations, seconds, loss, repeat_loss = self.columns.values()
+        evaluations, seconds, loss, repeat_loss = (self.columns[name] for name in _COLUMNS)
         losses: list[float] = []
 
         def closure() -> float:

@@ -81,7 +81,7 @@ class FrozenExperiment(Experiment):
                 label = cell.label if i == 0 else None
                 axes.plot(np.arange(1, len(losses) + 1), losses, color=_COLOURS[cell.label], lw=0.9, label=label)
         axes.set_yscale("log")
-        axes.set_ylim(1e-1, 1e30)
+        axes.set_ylim(1e-1, 1e40)
         axes.set(
             xlabel="steps after the change", ylabel="loss", title=f"After {request.evaluations:,} steps of learning"
         )

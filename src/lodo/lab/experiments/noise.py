@@ -72,7 +72,7 @@ class NoiseExperiment(Experiment):
         return rows
 
     def notes(self, request: Request, results: Results) -> list[str]:
-        return ["The paper prints two decimals, which is half a digit of the smallest values."]
+        return ["The paper prints two decimals, so that its smallest values are known to some 5 % only."]
 
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
         figure, (left, right) = canvas(2)

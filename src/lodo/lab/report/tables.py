@@ -39,7 +39,10 @@ class Row:
             difference = f"{decades:+.1f} decades" if self.metric.startswith("log10") else f"{100 * ratio:+.1f} %"
         ours = with_spread(self.mean, self.std) if self.mean is not None else "diverged"
         seeds = str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged and self.mean is not None else "")
-        return self.optimizer, ours, with_spread(self.paper_mean, self.paper_std), difference, seeds
+        paper = with_spread(self.paper_mean, self.paper_std)
+        if self.paper_mean is not None and self.paper_std is None:
+            paper = f"{self.paper_mean:.7g}"  # as printed
+        return self.optimizer, ours, paper, difference, seeds
 
 
 def measure(
