@@ -9,9 +9,12 @@ def main() -> None:
     """Run the command line, or say what to install for it."""
     try:
         from lodo.lab.cli import app
+
+        app()
     except ModuleNotFoundError as error:
         sys.exit(f"lodo's command line needs {error.name}: pip install 'lodo[lab]'")
-    app()
+    except KeyboardInterrupt:  # while it was still importing
+        sys.exit(130)
 
 
 if __name__ == "__main__":

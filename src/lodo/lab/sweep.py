@@ -7,12 +7,14 @@ left behind goes on from its checkpoint, on whichever worker takes it next.
 from __future__ import annotations
 
 import logging
+import signal
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +98,32 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
         with distributed.Client(scheduler, set_as_default=False) as client:
             yield client
         return
-    with (
-        tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch,
-        distributed.LocalCluster(
-            n_workers=workers,
-            threads_per_worker=1,
-            memory_limit=0,  # Dask shall not kill a run for its memory
-            dashboard_address="127.0.0.1:0",
-            local_directory=scratch,
-            silence_logs=logging.CRITICAL,
-        ) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        yield client
+    with tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch:
+        with _interrupts_held_back():
+            cluster = distributed.LocalCluster(
+                n_workers=workers,
+                threads_per_worker=1,
+                memory_limit=0,  # Dask shall not kill a run for its memory
+                dashboard_address="127.0.0.1:0",
+                local_directory=scratch,
+                silence_logs=logging.CRITICAL,
+            )
+        with cluster, distributed.Client(cluster, set_as_default=False) as client:
+            yield client
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Threads and processes started here, and theirs, never see Ctrl-C: the main thread alone shall act on it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it later would let interrupts in again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _one_of_each(runs: Sequence[Run]) -> list[Run]:
