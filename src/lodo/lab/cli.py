@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +34,19 @@ app = typer.Typer(
 @app.callback()
 def _lodo() -> None:
     """LODO's laboratory: the paper's experiments, each in one command."""
+
+
+@contextmanager
+def _errors_in_words(console: Console, kept: str) -> Iterator[None]:
+    """Say what went wrong, or what an interruption left, instead of a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, FloatingPointError, RunError) as error:
+        console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        console.print(f"\ninterrupted; {kept}")
+        raise typer.Exit(130) from None
 
 
 @app.command(no_args_is_help=True)
@@ -79,7 +94,7 @@ def run(
     if name not in EXPERIMENTS:
         raise typer.BadParameter(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
     experiment = EXPERIMENTS[name]
-    try:
+    with _errors_in_words(console, "finished runs and checkpoints are kept: the same command continues from here"):
         request = experiment.request(
             quick=quick,
             evaluations=steps,
@@ -97,12 +112,6 @@ def run(
             checkpoint_every=checkpoint_every,
             console=console,
         )
-    except (ValueError, OSError, RunError) as error:
-        console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        console.print("\ninterrupted; finished runs and checkpoints are kept: the same command continues from here")
-        raise typer.Exit(130) from None
 
 
 @app.command("train-l2l")
@@ -117,7 +126,7 @@ def train_l2l(
     --optimizers "l2l(weights='FILE')".
     """
     console = Console()
-    try:
+    with _errors_in_words(console, "nothing was written"):
         with Progress(console=console) as progress:
             bar = progress.add_task("meta-training", total=episodes)
             with threads(1):  # the networks are small, and the result shall not depend on the machine's cores
@@ -125,9 +134,6 @@ def train_l2l(
                     seed=seed, episodes=episodes, on_progress=lambda done: progress.update(bar, completed=done)
                 )
         save_weights(out, state, {"seed": seed, "episodes": episodes})
-    except (ValueError, OSError, FloatingPointError) as error:
-        console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
     console.print(f"wrote {out}; use it with --optimizers \"l2l(weights='{out}')\"", markup=False, highlight=False)
 
 
@@ -144,5 +150,4 @@ def _print_list(console: Console) -> None:
         sizes = [f"{size.evaluations:,} steps, {size.seeds} seeds" for size in (experiment.full, experiment.quick)]
         table.add_row(experiment.name, experiment.shows, *sizes)
     console.print(table)
-    names = ", ".join(name for name in BASELINES)
-    console.print(f"optimizers: {names}, and any of torch.optim and pytorch_optimizer", highlight=False)
+    console.print(f"optimizers: {', '.join(BASELINES)}, and any of torch.optim and pytorch_optimizer", highlight=False)

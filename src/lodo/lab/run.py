@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not declared so
 
 from lodo._checks import check_int, check_real
 from lodo.lab.baselines import build, needs_graph
@@ -369,7 +369,7 @@ def _seed(seed: int) -> None:
 
 def _random_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
-    numpy_state = (name, torch.tensor(keys.tolist()), *rest)  # type: ignore[union-attr]
+    numpy_state = (name, torch.tensor(keys.tolist()), *rest)  # type: ignore[union-attr]  # an array
     return {"torch": torch.get_rng_state(), "numpy": numpy_state, "python": random.getstate()}
 
 

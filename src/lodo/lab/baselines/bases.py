@@ -18,7 +18,7 @@ class OwnOptimizer(Optimizer):
     """Calls the closure as every torch optimizer does; a subclass writes `move`."""
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]  # torch has overloads
         """Take one step."""
         loss = None
         if closure is not None:

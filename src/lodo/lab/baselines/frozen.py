@@ -20,7 +20,7 @@ class FrozenLODO(LODO):
         for group in self.param_groups:
             group["remaining"] = freeze_at
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch has overloads
         """Take one step."""
         for i, group in enumerate(self.param_groups):
             if group["remaining"] == 0:

@@ -59,7 +59,7 @@ class StochasticLBFGS(VectorOptimizer):
         check_choice("scaling", scaling, SCALINGS)
         super().__init__(params, {"lr": lr, "tau": tau, "memory": memory, "first": first, "scaling": scaling})
 
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]  # torch has overloads
         """Take one step; the closure is called before and after it."""
         if closure is None:
             raise ValueError("closure must be given to L-BFGS, which evaluates every batch twice, got None")
