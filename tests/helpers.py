@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +22,16 @@ def natural(opt: LODO, theta: Tensor, group: int = 0) -> Tensor:
     return family.blocks(theta, opt._network(group).n) if isinstance(family, Mixing) else theta
 
 
+def places(opt: LODO, group: int = 0) -> Tensor:
+    """Where each weight of a layer, in the oracle's order, is stored."""
+    family, n = opt._families[group], opt._network(group).n
+    if not isinstance(family, Mixing):
+        return torch.arange(family.layers(n).weights)
+    k, L = family.block_size, family.tiles(n)[1]
+    block, r, c = (x.reshape(-1) for x in torch.meshgrid(*map(torch.arange, (family.hidden(n) // k, k, k)), indexing="ij"))
+    return ((block // L * k + r) * k + c) * L + block % L
+
+
 def matrix(opt: LODO, group: int = 0) -> oracle.Matrix:
     """The oracle's G with this optimizer's permutations."""
     family, net = opt._families[group], opt._network(group)
@@ -33,7 +44,7 @@ def matrix(opt: LODO, group: int = 0) -> oracle.Matrix:
 
 def oracle_for(opt: LODO, x: Tensor, group: int = 0, **settings: Any) -> oracle.AutogradLODO:
     """An oracle that starts where this fresh optimizer stands."""
-    options = opt.param_groups[group]
+    options, net = opt.param_groups[group], opt._network(group)
     theta = natural(opt, opt._state(group)["theta"], group)
     settings = {
         "lr": float(options["lr"]),
@@ -43,9 +54,34 @@ def oracle_for(opt: LODO, x: Tensor, group: int = 0, **settings: Any) -> oracle.
         "betas": options["meta_betas"],
         "eps": options["meta_eps"],
         "weight_decay": options["weight_decay"],
+        "layered": isinstance(opt._families[group], (Mixing, Residual)),
+        "gated": options["momentum"] == "learned",
+        "window": options["meta_window"],
+        "rounding": oracle.Rounding(net.rounding_seed, places(opt, group)) if options["moment_dtype"] else None,
+        "guard": oracle.Guard() if options["guard"] else None,
         **settings,
     }
     return oracle.AutogradLODO(x, matrix(opt, group), theta, **settings)
+
+
+def assert_agree(opt: LODO, x: Tensor, oracle: oracle.AutogradLODO, tolerance: float, group: int = 0) -> None:
+    """x and the whole state, relative to their size; the gate, which is near 1, as it is."""
+    state = opt._state(group)
+    assert difference(x, oracle.x) < tolerance
+    assert difference(state["momentum"], oracle.m) < tolerance
+    assert difference(natural(opt, state["theta"], group), oracle.theta) < tolerance
+    if "exp_avg" in state:
+        # single precision may round another way, which is 1 part in 256
+        rounded = state["exp_avg"].dtype == torch.bfloat16 and state["theta"].dtype == torch.float32
+        for moment, expected in (("exp_avg", oracle.adam.M), ("exp_avg_sq", oracle.adam.V)):
+            assert difference(natural(opt, state[moment], group), expected) < (2e-3 if rounded else tolerance)
+    if "z" in state:
+        assert difference(natural(opt, state["z"], group), oracle.z) < tolerance
+    if "gate" in state:
+        assert state["gate"][0] == pytest.approx(float(oracle.w.detach()), abs=tolerance)
+    assert ("gate" in state) == oracle.gated
+    if oracle.guard is not None:
+        assert state["guard"] == pytest.approx((oracle.guard.usual, oracle.guard.trust), rel=tolerance)
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -44,3 +44,15 @@ def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """``value`` is True or False.
+
+    >>> check_bool("guard", "yes")
+    Traceback (most recent call last):
+    ...
+    ValueError: guard must be True or False, got 'yes'
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")

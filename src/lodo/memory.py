@@ -21,17 +21,22 @@ _HUGE_FROM = 1 << 22  # bytes from which an array asks for huge pages
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes, by what they are for; ``total`` is the most that exists at once."""
+    """Bytes, by what they are for; ``total`` is the most that exists at once, ``resting`` what stays between steps."""
 
     theta: int
     moments: int
     indices: int
-    work: int
+    activations: int  # kept from step to step
+    work: int  # there during a step only
     vectors: int
 
     @property
     def total(self) -> int:
         return sum(self)
+
+    @property
+    def resting(self) -> int:
+        return self.total - self.work
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {readable(size)}" for name, size in zip(self._fields, self, strict=True))
@@ -45,7 +50,11 @@ def memory_estimate(
     depth: int | None = None,
     block_size: int = 4,
     width: float = 2.0,
+    mixing: str = "random",
+    momentum: str = "fixed",
     meta_optimizer: str = "adam",
+    moment_dtype: torch.dtype | None = None,
+    save_activations: bool = True,
     dtype: torch.dtype = torch.float32,
     backend: str = "auto",
     device: torch.device | str = "cpu",
@@ -55,7 +64,7 @@ def memory_estimate(
     Args:
         n: number of parameters in the group.
         preconditioner: as for `LODO`, as are ``depth``, ``block_size``, ``width``,
-            ``meta_optimizer`` and ``backend``.
+            ``mixing``, ``momentum``, ``meta_optimizer``, ``moment_dtype``, ``save_activations`` and ``backend``.
         dtype: theta's dtype: float64 for float64 parameters, float32 for all others.
         device: where the parameters are.
 
@@ -68,19 +77,24 @@ def memory_estimate(
     check_int("n", n, low=0)
     check_choice("meta_optimizer", meta_optimizer, meta.META_OPTIMIZERS)
     check_choice("backend", backend, BACKENDS)
-    family = select(preconditioner, depth, block_size, width)
+    family = select(preconditioner, depth, block_size, width, mixing)
     fused = family.fused(backend, torch.device(device))
     item = dtype.itemsize
-    theta = prod(family.shape(n)) * item if n else 0
+    weights = prod(family.shape(n)) if n else 0
     moments = len(meta.make(meta_optimizer).moments)
-    # an engine that is not fused stores the hypergradient and, for Adam, a denominator
-    temporary = 0 if fused else theta * (1 + bool(moments))
+    activations = item * family.work_count(n, fused, save_activations) if n else 0
+    # an engine that is not fused stores the hypergradient and, for Adam, a denominator; moments in bfloat16 are
+    # widened whole and rounded a layer at a time in 64-bit integers
+    arrays = 0 if fused else 1 + bool(moments) + (2 if moment_dtype else 0)
+    temporary = arrays * item * weights + (0 if fused or not moment_dtype else 32 * weights // family.layers(n).number)
+    kept = activations if fused and save_activations else 0
     return MemoryEstimate(
-        theta=theta,
-        moments=theta * moments,
+        theta=weights * item,
+        moments=weights * (moment_dtype or dtype).itemsize * moments,
         indices=4 * family.index_count(n) if n else 0,
-        work=(item * family.work_count(n, fused) if n else 0) + temporary,
-        vectors=3 * item * n,
+        activations=kept,
+        work=activations - kept + temporary,
+        vectors=(6 if momentum == "learned" else 5 if fused else 3) * item * n,
     )
 
 

@@ -14,13 +14,24 @@ from torch import Tensor
 from lodo import memory
 from lodo._notice import notice
 from lodo.flatten import Flat, count
+from lodo.gate import Gate
+from lodo.guard import Guard
+from lodo.meta import MetaOptimizer
 from lodo.preconditioners import Preconditioner
 
 
 class Network:
     """One group's permutations, flat vectors and engine, and the state that a fresh one starts with."""
 
-    def __init__(self, family: Preconditioner, params: Sequence[Tensor], seed: int, index: int, backend: str) -> None:
+    def __init__(
+        self,
+        family: Preconditioner,
+        params: Sequence[Tensor],
+        seed: int,
+        index: int,
+        backend: str,
+        save_activations: bool = True,
+    ) -> None:
         self.n = count(params)
         self._family = family
         self._fused = family.fused(backend, params[0].device)
@@ -31,25 +42,31 @@ class Network:
         self.g, self.s = Flat(params), Flat(params)  # the gradient; the step over lr
         self._dtype = self.g.vector.dtype
         self.largest = math.sqrt(torch.finfo(self._dtype).max)  # what can be squared
-        self.engine = family.engine(P.to(self._device), backend)
+        self.engine = family.engine(P.to(self._device), backend, save_activations)
+        self.rounding_seed = int(self._generator(2).initial_seed()) & 0xFFFFFFFF
         self._numels = [p.numel() for p in params]
 
     def _generator(self, stream: int) -> torch.Generator:
-        """A random stream of this seed and group; 0 draws P, 1 draws theta_0."""
+        """A random stream of this seed and group; 0 draws P, 1 draws theta_0, 2 rounds moments."""
         entropy = np.random.SeedSequence([*self._seed, stream]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0]))
 
-    def _zeros(self, shape: Sequence[int]) -> Tensor:
+    def _zeros(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         if self._fused:
-            return memory.huge_zeros(shape, self._dtype)
-        return torch.zeros(tuple(shape), dtype=self._dtype, device=self._device)
+            return memory.huge_zeros(shape, dtype or self._dtype)
+        return torch.zeros(tuple(shape), dtype=dtype or self._dtype, device=self._device)
 
-    def initial_state(self, moments: Sequence[str]) -> dict[str, Any]:
+    def initial_state(self, meta: MetaOptimizer, moment_dtype: torch.dtype | None, gated: bool) -> dict[str, Any]:
         """theta_0, zeros, and no step taken."""
         shape = self._family.shape(self.n)
         theta = memory.huge_zeros(shape, self._dtype)
         with notice("lodo: drawing a network of %s weights ...", f"{theta.numel():,}"):
             self._family.init(theta, self.n, self._generator(1))
+        theta = theta.to(self._device)
+        moments = {name: self._zeros(shape, moment_dtype) for name in meta.moments}
+        for moment in moments.values():
+            meta.start(moment, theta)
+        gate = {"gate": tuple(Gate()), "last_gradient": torch.zeros_like(self.g.vector)} if gated else {}
         return {
             "step": 0,
             "meta_step": 0,
@@ -57,21 +74,29 @@ class Network:
             "moved": [True] * len(self._numels),
             "numels": self._numels,
             "momentum_bound": 0.0,
+            "fed_bound": 0.0,
+            "guard": tuple(Guard()),
             "skipped": 0,
             "fingerprint": self.fingerprint,
             "momentum": torch.zeros_like(self.g.vector),
-            "theta": theta.to(self._device),
-            **{name: self._zeros(shape) for name in moments},
+            "theta": theta,
+            **moments,
+            **gate,
         }
 
-    def own(self, value: Any) -> Any:
-        """A copy of one entry of a state, in this network's dtype and on its device."""
-        return self._zeros(value.shape).copy_(value) if isinstance(value, Tensor) else value
+    def restored(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a saved state, in this network's dtype (or bfloat16 as it was) and on its device."""
+        return {name: self._own(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
-    def check_state(self, state: dict[str, Any], moments: Sequence[str], index: int) -> None:
+    def _own(self, value: Tensor) -> Tensor:
+        return self._zeros(value.shape, torch.bfloat16 if value.dtype == torch.bfloat16 else None).copy_(value)
+
+    def check_state(self, state: dict[str, Any], moments: Sequence[str], gated: bool, index: int) -> None:
         """Does a saved state belong to this network?"""
         shape = self._family.shape(self.n)
-        for name, expected in {"momentum": (self.n,), **dict.fromkeys(("theta", *moments), shape)}.items():
+        vectors = ("momentum", "last_gradient") if gated else ("momentum",)
+        needed = {**dict.fromkeys(vectors, (self.n,)), **dict.fromkeys(("theta", *moments), shape)}
+        for name, expected in needed.items():
             found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
             if found != expected:
                 raise ValueError(

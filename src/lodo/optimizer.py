@@ -19,16 +19,19 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from lodo import memory, meta
-from lodo._checks import check_choice, check_int, check_real
+from lodo import memory, meta, options
+from lodo._checks import check_bool, check_choice
 from lodo.flatten import compute_dtype, count
+from lodo.gate import Gate
+from lodo.guard import Guard
 from lodo.kernels import BACKENDS, resolve
 from lodo.network import Network
 from lodo.preconditioners import Lesson, Preconditioner, select
+from lodo.preconditioners.mixing import MIXINGS
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
-_ARCHITECTURE = ("preconditioner", "meta_optimizer")  # group options a loaded state must agree with
+_ARCHITECTURE = ("preconditioner", "meta_optimizer", "momentum", "moment_dtype")  # what a loaded state must agree with
 _MATRIX_LIMIT = 4096  # the largest n whose preconditioner is written out
 
 
@@ -57,16 +60,27 @@ class LODO(Optimizer):
         depth: layers; 16 for ``"mixing"`` and 64 for ``"residual"`` if None.
         block_size: block size k of ``"mixing"``.
         width: hidden width over n, of ``"mixing"`` and ``"residual"``.
-        meta_optimizer: what learns theta, ``"adam"`` or ``"sgd"``.
-        meta_betas: Adam's decays.
+        mixing: of ``"mixing"``: ``"random"`` permutations (the paper's), ``"shuffle"`` for perfect shuffles, which
+            need no index arrays and stream through memory, or ``"permuted-shuffle"``, one random permutation in front.
+        momentum: what the network is fed: ``"fixed"``, the gradient average m (the paper's), or ``"learned"``, a mean
+            of m and the gradient whose weight is learned too, which makes ``beta`` uncritical.
+        meta_optimizer: what learns theta, ``"adam"``, ``"sgd"`` or ``"schedule-free"`` (two theta-sized arrays
+            instead of three; for long runs on problems that do not change).
+        meta_betas: Adam's decays, (0.9, 0.999) if None; of ``"schedule-free"`` the first one is its b, 0.93 if None.
         meta_eps: Adam's epsilon.
+        meta_window: how many updates back ``"schedule-free"`` averages; all of them if None.
+        moment_dtype: ``torch.bfloat16`` halves Adam's moments, with stochastic rounding; theta's own dtype if None.
+        save_activations: False computes activations again instead of keeping them between steps.
+        guard: survive outlier gradients and sudden changes of the curvature (`lodo.guard`).
+        recipe: what the options left as None mean: ``"paper"``, or ``"robust"`` for ``momentum="learned"``,
+            ``mixing="shuffle"``, ``moment_dtype=torch.bfloat16``, ``save_activations=False`` and ``guard=True``.
         seed: draws the network; the same on every backend and device.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         nonfinite: what a NaN or infinite gradient does: ``"raise"`` an error, or ``"skip"`` the
             step and count it in `skipped_steps`. Either way nothing changes.
 
-    ``lr``, ``meta_lr``, ``beta``, ``weight_decay``, ``maximize``, ``preconditioner``,
-    ``meta_optimizer``, ``meta_betas``, ``meta_eps`` and ``seed`` may differ between groups.
+    ``lr``, ``meta_lr``, ``beta``, ``weight_decay``, ``maximize``, ``preconditioner``, ``momentum``, ``meta_optimizer``,
+    ``meta_betas``, ``meta_eps``, ``meta_window``, ``moment_dtype``, ``guard`` and ``seed`` may differ between groups.
 
     Example:
         >>> import torch
@@ -94,18 +108,32 @@ class LODO(Optimizer):
         depth: int | None = None,
         block_size: int = 4,
         width: float = 2.0,
+        mixing: str | None = None,
+        momentum: str | None = None,
         meta_optimizer: str = "adam",
-        meta_betas: tuple[float, float] = meta.Adam.betas,
+        meta_betas: tuple[float, float] | None = None,
         meta_eps: float = meta.Adam.eps,
+        meta_window: int | None = None,
+        moment_dtype: torch.dtype | str | None = None,
+        save_activations: bool | None = None,
+        guard: bool | None = None,
+        recipe: str = "paper",
         seed: int = 0,
         backend: str = "auto",
         nonfinite: str = "raise",
     ) -> None:
         check_choice("backend", backend, BACKENDS)
         check_choice("nonfinite", nonfinite, ("raise", "skip"))
+        chosen = options.from_recipe(
+            recipe, mixing=mixing, momentum=momentum, save_activations=save_activations, guard=guard
+        )
+        check_choice("mixing", chosen["mixing"], MIXINGS)
+        check_bool("save_activations", chosen["save_activations"])
+        self._recipe = recipe
         self.backend = backend
         self.nonfinite = nonfinite
-        self._sizes = (depth, block_size, width)
+        self.save_activations: bool = chosen["save_activations"]
+        self._sizes = (depth, block_size, width, chosen["mixing"])
         self._default = select(preconditioner, *self._sizes)
         self._families: list[Preconditioner] = []
         self._counts: list[int] = []  # n of each group
@@ -117,9 +145,13 @@ class LODO(Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "preconditioner": repr(self._default),  # groups hold plain data: they are saved
+            "momentum": chosen["momentum"],
             "meta_optimizer": meta_optimizer,
             "meta_betas": meta_betas,
             "meta_eps": meta_eps,
+            "meta_window": meta_window,
+            "moment_dtype": moment_dtype,
+            "guard": chosen["guard"],
             "seed": seed,
         }
         super().__init__(params, defaults)
@@ -185,13 +217,14 @@ class LODO(Optimizer):
                 self._check_dense(i)
                 raise
             norm = net.engine.norm(net.g.vector)
-            # the hypergradient is at most about lr |g| |m|, and Adam squares it; False for NaN
-            if not norm * max(1.0, state["last_lr"] * state["momentum_bound"]) < net.largest:
+            clip = Guard(*state["guard"]).clip(norm) if group["guard"] else 1.0
+            # the hypergradient is at most about lr |g| |u|, and Adam squares it; False for NaN
+            if not clip * norm * max(1.0, state["last_lr"] * state["fed_bound"]) < net.largest:
                 self._refuse(i, state, norm)
                 return
             if group["maximize"]:
                 net.g.vector.neg_()
-            turns.append((group, net, state, moving, norm))
+            turns.append((group, net, state, moving, norm, clip))
         for turn in turns:
             _step_group(*turn)
 
@@ -201,10 +234,10 @@ class LODO(Optimizer):
             state["skipped"] += 1
             return
         g = self._network(i).g
-        step = state["last_lr"] * state["momentum_bound"]
+        step = state["last_lr"] * state["fed_bound"]
         problem = (
             f"the gradient of group {i} is too large for {g.vector.dtype}: "
-            f"its norm is {norm:.3g}, after a step with lr * |m| of at most {step:.3g}"
+            f"its norm is {norm:.3g}, after a step with lr * |u| of at most {step:.3g}"
         )
         for j, view in enumerate(g.views):
             if not bool(torch.isfinite(view).all()):
@@ -241,14 +274,15 @@ class LODO(Optimizer):
                 "preconditioner must have a repr that describes it, so that a saved state can be recognised, "
                 f"got {family!r}; make its class a frozen dataclass"
             )
-        for name in sorted({"depth", "block_size", "width", "backend", "nonfinite"} & group.keys()):
+        for name in sorted(
+            {"depth", "block_size", "width", "mixing", "save_activations", "recipe", "backend", "nonfinite"}
+            & group.keys()
+        ):
             raise ValueError(
                 f"{name} is not an option of a group (got {group[name]!r}); "
                 "give the group a configured family, such as preconditioner=Mixing(depth=8), or pass it to LODO"
             )
-        group = {**self.defaults, **group}
-        _check_options(group)
-        group.update(_plain(group))
+        group = options.complete({**self.defaults, **group}, self._recipe)
         before = len(self.param_groups)
         super().add_param_group(group)
         try:
@@ -288,6 +322,9 @@ class LODO(Optimizer):
             count(params),
             family or self._families[i],
             meta_optimizer=group["meta_optimizer"],
+            moment_dtype=group["moment_dtype"],
+            momentum=group["momentum"],
+            save_activations=self.save_activations,
             dtype=compute_dtype(params),
             backend=self.backend,
             device=params[0].device if params else "cpu",
@@ -299,9 +336,13 @@ class LODO(Optimizer):
         if network is None:
             group = self.param_groups[i]
             with _lasting_tensors():
-                network = Network(self._families[i], group["params"], group["seed"], i, self.backend)
+                network = self._drawn(i, group["seed"])
             self._networks[i] = network
         return network
+
+    def _drawn(self, i: int, seed: int) -> Network:
+        params = self.param_groups[i]["params"]
+        return Network(self._families[i], params, seed, i, self.backend, self.save_activations)
 
     def _state(self, i: int) -> dict[str, Any]:
         """Group i's state, kept under the group's first parameter as torch's LBFGS does.
@@ -312,7 +353,8 @@ class LODO(Optimizer):
         state: dict[str, Any] = self.state[group["params"][0]]
         if not state:
             with _lasting_tensors():
-                state.update(self._network(i).initial_state(_meta(group).moments))
+                meta, gated = options.meta_optimizer(group), group["momentum"] == "learned"
+                state.update(self._network(i).initial_state(meta, group["moment_dtype"], gated))
             self.state.update({p: {} for p in group["params"][1:]})
         return state
 
@@ -396,7 +438,7 @@ class LODO(Optimizer):
                 state = saved["state"].get(source["params"][0]) if net else None
                 if net and state:
                     with _lasting_tensors():
-                        self.state[group["params"][0]] = {k: net.own(v) for k, v in state.items()}
+                        self.state[group["params"][0]] = net.restored(state)
 
         hooks = (
             self.register_load_state_dict_pre_hook(check),
@@ -425,15 +467,15 @@ class LODO(Optimizer):
             if not self._counts[i]:
                 networks.append(None)
                 continue
-            net = Network(self._families[i], ours["params"], theirs["seed"], i, self.backend)
+            net = self._drawn(i, theirs["seed"])
             state = saved["state"].get(theirs["params"][0])
             if state:
-                net.check_state(state, _meta(theirs).moments, i)
+                net.check_state(state, options.meta_optimizer(theirs).moments, theirs["momentum"] == "learned", i)
             networks.append(net)
         return networks
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("backend", "nonfinite", "_sizes", "_default", "_families", "_counts")
+        kept = ("backend", "nonfinite", "save_activations", "_recipe", "_sizes", "_default", "_families", "_counts")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -448,49 +490,44 @@ def _lasting_tensors() -> Iterator[None]:
         yield
 
 
-def _step_group(group: dict[str, Any], net: Network, state: dict[str, Any], moving: list[bool], norm: float) -> None:
+def _step_group(
+    group: dict[str, Any], net: Network, state: dict[str, Any], moving: list[bool], norm: float, clip: float
+) -> None:
     """Algorithm 1 for one group, from the moment the gradient g at the new x is known."""
-    lr, last_lr, beta, meta_optimizer = float(group["lr"]), state["last_lr"], float(group["beta"]), _meta(group)
-
+    lr, last_lr, beta, meta_optimizer = (
+        float(group["lr"]),
+        state["last_lr"],
+        group["beta"],
+        options.meta_optimizer(group),
+    )
+    g, s = net.g.vector, net.s.vector
+    if clip < 1.0:
+        g.mul_(clip)
+        norm *= clip
     learning = last_lr != 0  # if the last call moved x: learn from where that led
-    t = state["meta_step"] = state["meta_step"] + learning
     led_to = net.g.only(state["moved"])  # what did not move had no part in it
+    if group["guard"]:
+        if state.setdefault("last_step", s) is not s:  # a loaded state
+            state["last_step"] = s.copy_(state["last_step"])
+        overshot = clip < 1.0 and learning and float(led_to.dot(s)) < 0  # x moved by -lr s, and uphill at the end
+        guard = Guard(*state["guard"]).after(norm, overshot)
+        state["guard"] = tuple(guard)
+        lr *= guard.trust
+
+    t = state["meta_step"] = state["meta_step"] + learning
     moments = [state[name] for name in meta_optimizer.moments]
-    lesson = Lesson(learning, led_to, -last_lr, moments, t or 1, group["meta_lr"])
-    # theta <- theta + Adam(...);  m <- beta m + (1 - beta) g;  s <- G(theta) m
-    net.engine.advance(state["theta"], state["momentum"], net.g.vector, beta, net.s.vector, meta_optimizer, lesson)
+    lesson = Lesson(learning, led_to, -last_lr, moments, t or 1, group["meta_lr"], net.rounding_seed)
+    gate = Gate(*state["gate"]) if "gate" in state else None
+    # theta <- theta + Adam(...);  m <- beta m + (1 - beta) g;  s <- G(theta) u, u = m or, gated, (1 - w) g + w m
+    gate = net.engine.advance(
+        state["theta"], state["momentum"], g, beta, s, meta_optimizer, lesson, gate, state.get("last_gradient")
+    )
     net.s.move(group["params"], moving, lr, group["weight_decay"])  # x <- x - lr s
 
     state["last_lr"], state["moved"] = lr, moving
-    state["momentum_bound"] = beta * state["momentum_bound"] + (1 - beta) * norm  # >= |m|
+    bound = state["momentum_bound"] = beta * state["momentum_bound"] + (1 - beta) * norm  # >= |m|
+    state["fed_bound"] = bound  # >= |u|
+    if gate is not None:
+        state["gate"] = tuple(gate)
+        state["fed_bound"] = abs(gate.w) * bound + abs(1 - gate.w) * norm
     state["step"] += 1
-
-
-def _meta(group: dict[str, Any]) -> meta.MetaOptimizer:
-    b1, b2 = group["meta_betas"]
-    return meta.make(group["meta_optimizer"], (b1, b2), group["meta_eps"])
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's numbers as Python's own: `torch.load(weights_only=True)` reads no others."""
-    numbers = {name: float(group[name]) for name in ("meta_lr", "beta", "weight_decay", "meta_eps")}
-    lr = group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"])
-    return {**numbers, "lr": lr, "seed": int(group["seed"]), "meta_betas": tuple(map(float, group["meta_betas"]))}
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    """Each option of a group, by name."""
-    lr = group["lr"]
-    check_real("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr, low=0.0)
-    check_real("meta_lr", group["meta_lr"], low=0.0)
-    check_real("beta", group["beta"], low=0.0, high=1.0)
-    check_real("weight_decay", group["weight_decay"], low=0.0)
-    check_choice("meta_optimizer", group["meta_optimizer"], meta.META_OPTIMIZERS)
-    if not isinstance(group["meta_betas"], (tuple, list)) or len(group["meta_betas"]) != 2:
-        raise ValueError(f"meta_betas must be two numbers in [0.0, 1.0), got {group['meta_betas']!r}")
-    for i, b in enumerate(group["meta_betas"]):
-        check_real(f"meta_betas[{i}]", b, low=0.0, high=1.0)
-    check_real("meta_eps", group["meta_eps"], low=0.0, open_low=True)
-    check_int("seed", group["seed"], low=0)
-    if not isinstance(group["maximize"], bool):
-        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")

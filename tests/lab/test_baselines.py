@@ -872,7 +872,7 @@ NAMES = """
     gravity kron lamb laprop lion madgrad mars nero novograd padam prodigy qhadam schedulefreeadamw shampoo sgdp sm3
     soap sophiah srmm stableadamw swats tiger yogi
 """
-OF_PYTORCH_OPTIMIZER = [name for name in NAMES.split() if name in baselines._of_pytorch_optimizer()]
+OF_PYTORCH_OPTIMIZER = [name for name in NAMES.split() if name in baselines.of_pytorch_optimizer()]
 
 
 def test_the_sample_is_broad():

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import torch
 
+from interruptions import interrupted, same_but_for_time
 from lodo.lab import run as module
 from lodo.lab.baselines import paper_hyperparameters
 from lodo.lab.files import read_checked, remove_leftovers, write_checked
@@ -29,34 +30,6 @@ def bowl(optimizer="lodo", evaluations=60, seed=0, **settings):
     settings.setdefault("options", paper_hyperparameters("bowl", optimizer))
     settings.setdefault("task_options", {"n": 12})
     return Run("bowl", optimizer, seed, evaluations, **settings)
-
-
-def same_but_for_time(a, b):
-    assert a.columns.keys() == b.columns.keys()
-    for name in a.columns.keys() - {"seconds"}:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-
-
-class Killed(BaseException):
-    """Stands in for the end of the process."""
-
-
-def interrupted(run, folder, monkeypatch, after):
-    """Execute with a checkpoint at every opportunity, and die after so many of them."""
-    left = after
-
-    def progress(_):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise Killed
-
-    monkeypatch.setattr(module, "_BREATH", 0.0)  # a breath after every step
-    with pytest.raises(Killed):
-        execute(run, folder, checkpoint_every=-1, progress=progress)
-    monkeypatch.undo()
-    state = torch.load(io.BytesIO(read_checked(run.checkpoint_path(folder))), weights_only=True)
-    assert 0 < state["evaluations"] < run.evaluations
 
 
 @pytest.mark.parametrize("optimizer", EVERY)
@@ -338,7 +311,8 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tmp_path):
     program = f"""
         import logging, resource, sys
         from pathlib import Path
-        from lodo.lab import run as module
+        from interruptions import interrupted, same_but_for_time
+from lodo.lab import run as module
         logging.basicConfig()
         module._BREATH = 0.01
         folder = Path({str(tmp_path)!r})

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
+from digits import write_mnist
 from helpers import matrix, natural, same
 from lodo import LODO
+from lodo.lab.data import using
 from lodo.lab.sigma import estimated_sigma, exact_sigma
 from lodo.lab.tasks import TASKS, Bowl, Rosenbrock, Task, bowl, make_task, newton_loss
 
@@ -360,8 +362,9 @@ def test_unknown_names():
         make_task("rosenbrock", {"n": 3}, 0)
 
 
-def test_tasks_by_name():
-    assert {name: type(make_task(name, {}, 0)) for name in TASKS} == TASKS
+def test_tasks_by_name(tmp_path):
+    with using(write_mnist(tmp_path)):
+        assert {name: type(make_task(name, {}, 0)) for name in TASKS} == TASKS
     task = make_task("bowl", {"n": 7, "v": 2.0, "dtype": "float64"}, 4)
     assert (len(task.x), task.v, task.x.dtype, task.seed) == (7, 2.0, F64, 4)
     assert Bowl(0).x.dtype == torch.float32

@@ -13,11 +13,12 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from lodo.lab.baselines import BASELINES, parse
+from lodo.lab.baselines import BASELINES
 from lodo.lab.baselines.l2l import EPISODES, train
 from lodo.lab.baselines.weights import save_weights
 from lodo.lab.calls import parse_options
 from lodo.lab.conduct import conduct
+from lodo.lab.data import using
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.run import threads
 from lodo.lab.sweep import RunError
@@ -55,22 +56,26 @@ def run(
     list_them: Annotated[bool, typer.Option("--list", help="Show the experiments and the optimizers' names.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A small variant, done in about a minute.")] = False,
     steps: Annotated[
-        int | None, typer.Option(help="Evaluations of the loss and its gradient per run. Default: the paper's.")
+        int | None, typer.Option(help="Evaluations of the loss and its gradient per run. Default: the experiment's.")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="End every run after so much training time, instead of --steps.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Runs per optimizer. Default: the paper's 8.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs per optimizer. Default: the experiment's.")] = None,
     optimizers: Annotated[
         str | None,
         typer.Option(
             help="Which ones, with options if you like: 'lodo, lodo(beta=0.5), torch.AdamW(lr=0.1)'. Any optimizer of "
-            "torch.optim or pytorch_optimizer can be named. Default: the paper's."
+            "torch.optim, pytorch_optimizer, heavyball or schedulefree can be named. Default: the experiment's."
         ),
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(help="Options of the task that differ from the paper's, such as 'n=200, condition=1e4'."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with data sets, such as mnist/, for mlp. Default: that of the variable LODO_DATA."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for curves, tables and figures.")] = Path("results"),
     workers: Annotated[
@@ -94,13 +99,14 @@ def run(
     if name not in EXPERIMENTS:
         raise typer.BadParameter(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
     experiment = EXPERIMENTS[name]
-    with _errors_in_words(console, "finished runs and checkpoints are kept: the same command continues from here"):
+    kept = "finished runs and checkpoints are kept: the same command continues from here"
+    with _errors_in_words(console, kept), using(data):
         request = experiment.request(
             quick=quick,
             evaluations=steps,
             seconds=seconds,
             seeds=seeds,
-            choices=None if optimizers is None else parse(optimizers),
+            choices=None if optimizers is None else experiment.parse(optimizers),
             task_options=_options(task),
         )
         conduct(
@@ -145,9 +151,10 @@ def _options(text: str | None) -> dict[str, Any]:
 
 
 def _print_list(console: Console) -> None:
-    table = Table("name", "what it shows", "paper's size", "--quick")
+    table = Table("name", "what it shows", "full size", "--quick")
     for experiment in EXPERIMENTS.values():
         sizes = [f"{size.evaluations:,} steps, {size.seeds} seeds" for size in (experiment.full, experiment.quick)]
         table.add_row(experiment.name, experiment.shows, *sizes)
     console.print(table)
-    console.print(f"optimizers: {', '.join(BASELINES)}, and any of torch.optim and pytorch_optimizer", highlight=False)
+    libraries = "torch.optim, pytorch_optimizer and, with the extra rivals, heavyball and schedulefree"
+    console.print(f"optimizers: {', '.join(BASELINES)}, and any of {libraries}", highlight=False)

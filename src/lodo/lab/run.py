@@ -31,7 +31,7 @@ import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not declared so
 
 from lodo._checks import check_int, check_real
-from lodo.lab.baselines import build, needs_graph
+from lodo.lab.baselines import build, library_versions, needs_graph
 from lodo.lab.files import read_checked, remove_leftovers, write_atomically, write_checked
 from lodo.lab.tasks import TASKS, make_task
 
@@ -337,7 +337,7 @@ class _Training:
 
 def environment() -> dict[str, str]:
     """What the numbers were made with."""
-    packages = {name: version(name) for name in ("lodo", "torch", "numpy", "numba", "pytorch_optimizer")}
+    packages = {name: version(name) for name in ("lodo", "torch", "numpy", "numba")} | library_versions()
     return {**packages, "python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
 
 

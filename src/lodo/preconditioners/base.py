@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lodo.meta import MetaOptimizer
+from lodo.gate import Gate
+from lodo.meta import Layers, MetaOptimizer
 
 
 class Preconditioner(ABC):
@@ -68,7 +69,11 @@ class Preconditioner(ABC):
         """How many int32 numbers `fixed` holds."""
         return 0
 
-    def work_count(self, n: int, fused: bool) -> int:
+    def layers(self, n: int) -> Layers:
+        """How the weights are arranged; as one layer by default."""
+        return Layers(1, prod(self.shape(n)))
+
+    def work_count(self, n: int, fused: bool, save_activations: bool = True) -> int:
         """How many activations, in theta's dtype, a step holds at its peak."""
         return 0
 
@@ -76,7 +81,7 @@ class Preconditioner(ABC):
         """Does the engine for this backend and device avoid storing the hypergradient?"""
         return False
 
-    def engine(self, P: Tensor, backend: str) -> Engine:
+    def engine(self, P: Tensor, backend: str, save_activations: bool = True) -> Engine:
         """What runs this family; a family with fused kernels returns its own."""
         return Engine(self, P)
 
@@ -90,6 +95,7 @@ class Lesson(NamedTuple):
     moments: Sequence[Tensor]  # the meta-optimizer's, changed in place
     t: int  # counts its updates, from 1
     meta_lr: float
+    seed: int = 0  # for the rounding of moments in bfloat16
 
 
 class Engine:
@@ -111,11 +117,36 @@ class Engine:
         return float(torch.linalg.vector_norm(v))
 
     def advance(
-        self, theta: Tensor, m: Tensor, g: Tensor, beta: float, out: Tensor, meta: MetaOptimizer, lesson: Lesson
-    ) -> None:
-        """Learn theta from the last step, average g into m, and put the next step ``G(theta) m`` into ``out``."""
+        self,
+        theta: Tensor,
+        m: Tensor,
+        g: Tensor,
+        beta: float,
+        out: Tensor,
+        meta: MetaOptimizer,
+        lesson: Lesson,
+        gate: Gate | None = None,
+        last: Tensor | None = None,
+    ) -> Gate | None:
+        """Learn theta from the last step, average g into m, and put the next step ``G(theta) u`` into ``out``.
+
+        What is fed is ``u = m``. With a gate, which is learned too, it is ``(1 - w) g + w m``; ``last`` is the g of the
+        last step, and of this one afterwards. Returns the gate as it is now.
+        """
+        n, P = m.numel(), self.P
         if lesson.learning:
-            h = self.family.hypergradient(theta, self.P, m, lesson.led_to).mul_(lesson.scale)
-            meta.update(theta, h, lesson.moments, lesson.t, lesson.meta_lr)
+            if gate and last is not None:
+                slope = lesson.led_to.dot(self.family.apply(theta, P, m - last))
+            h = self.family.hypergradient(theta, P, fed(m, last, gate), lesson.led_to).mul_(lesson.scale)
+            meta.update(theta, h, lesson.moments, lesson.t, lesson.meta_lr, self.family.layers(n), lesson.seed)
+            gate = gate and gate.learn(lesson.scale * float(slope))
         m.lerp_(g, 1 - beta)
-        out.copy_(self.family.apply(theta, self.P, m))
+        if last is not None:
+            last.copy_(g)
+        out.copy_(self.family.apply(theta, P, fed(m, last, gate)))
+        return gate
+
+
+def fed(m: Tensor, g: Tensor | None, gate: Gate | None) -> Tensor:
+    """What the network is fed: m, or ``(1 - w) g + w m``."""
+    return m if gate is None or g is None else g.mul(1 - gate.w).add_(m, alpha=gate.w)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lodo._checks import check_int, check_real
+from lodo.meta import Layers
 from lodo.preconditioners.base import Preconditioner
 
 
@@ -69,7 +70,10 @@ class Residual(Preconditioner):
     def index_count(self, n: int) -> int:
         return self.depth * self.hidden(n)
 
-    def work_count(self, n: int, fused: bool) -> int:
+    def layers(self, n: int) -> Layers:
+        return Layers(self.depth + 1, self.hidden(n))
+
+    def work_count(self, n: int, fused: bool, save_activations: bool = True) -> int:
         return (4 * self.depth + 8) * self.hidden(n)  # a, b, c, d
 
 

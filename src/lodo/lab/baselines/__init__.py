@@ -1,25 +1,23 @@
-"""Every optimizer by name: the paper's, torch's and pytorch_optimizer's."""
+"""Every optimizer by name: the paper's, and those of other libraries."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import pytorch_optimizer
-import torch
 from torch.optim import Optimizer
 
 from lodo import LODO
 from lodo.lab.baselines import keras
 from lodo.lab.baselines.frozen import FrozenLODO
 from lodo.lab.baselines.lbfgs import StochasticLBFGS
+from lodo.lab.baselines.libraries import OF_THE_EXTRA, library_versions, make, of_extra, of_pytorch_optimizer, of_torch
 from lodo.lab.baselines.second_order import BFGS, LevenbergMarquardt, Newton
 from lodo.lab.baselines.weights import make_l2l, weights_digest
 from lodo.lab.calls import parse_calls
@@ -27,17 +25,19 @@ from lodo.lab.tasks import Task
 
 __all__ = [
     "BASELINES",
+    "COSTS",
     "QUADRATIC",
     "Baseline",
     "Choice",
     "build",
     "hyperparameters",
+    "library_versions",
     "needs_graph",
     "paper_hyperparameters",
     "parse",
 ]
 
-LINEAR, LOGLINEAR, QUADRATIC = "O(n)", "O(n log n)", ">= O(n^2)"
+COSTS = LINEAR, LOGLINEAR, _, QUADRATIC = "O(n)", "O(n log n)", "O(n^1.5)", ">= O(n^2)"
 
 
 @dataclass(frozen=True)
@@ -81,30 +81,48 @@ BASELINES: dict[str, Baseline] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """An optimizer as the user named it, with the options that differ from the task's defaults."""
+    """An optimizer as the user named it, with the options that differ from its settings.
+
+    Args:
+        optimizer: its full name, as `resolve` gives it.
+        options: what the user gave.
+        title: how tables and figures call it without those; the optimizer's name if None.
+        settings: its hyperparameters without those; the paper's for the task if None.
+    """
 
     optimizer: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    title: str | None = None
+    settings: Mapping[str, Any] | None = None
 
     @property
     def label(self) -> str:
         """How tables and figures call it."""
         known = BASELINES.get(self.optimizer)
-        name = known.label if known else self.optimizer
+        name = self.title or (known.label if known else self.optimizer)
         given = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
         return f"{name} ({given})" if given else name
 
 
-def parse(text: str) -> list[Choice]:
+def parse(text: str, named: Mapping[str, Choice] | None = None) -> list[Choice]:
     """Optimizers as written on the command line: names, or calls with options.
+
+    ``named`` has choices that go by names of their own.
 
     >>> parse("lodo, lodo(beta=0.5), torch.AdamW(lr=0.1, betas=(0.9, 0.99))")[1].label
     'LODO (beta=0.5)'
+    >>> parse("fast(lr=2)", {"fast": Choice("adam", title="Fast Adam", settings={"lr": 1})})[0].label
+    'Fast Adam (lr=2)'
     """
+    named = named or {}
     try:
-        return [Choice(resolve(name), options) for name, options in parse_calls(text)]
+        calls = parse_calls(text)
     except SyntaxError as error:
         raise ValueError(f"optimizers must be names or calls such as adam, lodo(beta=0.5), got {text!r}") from error
+    return [
+        replace(named[name.lower()], options=options) if name.lower() in named else Choice(resolve(name), options)
+        for name, options in calls
+    ]
 
 
 def resolve(name: str) -> str:
@@ -114,39 +132,22 @@ def resolve(name: str) -> str:
     ('adam', 'torch.AdamW', 'pytorch_optimizer.lion')
     """
     library, _, short = name.rpartition(".")
-    library = library.lower()
-    if not library and short.lower() in BASELINES:
-        return short.lower()
-    if library in ("", "torch", "torch.optim") and short.lower() in _of_torch():
-        return f"torch.{_of_torch()[short.lower()]}"
-    if library in ("", "pytorch_optimizer") and short.lower() in _of_pytorch_optimizer():
-        return f"pytorch_optimizer.{short.lower()}"
-    known = [*BASELINES, *_of_torch(), *_of_pytorch_optimizer()]
-    near = difflib.get_close_matches(short.lower(), known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    library, short = library.lower(), short.lower()
+    if not library and short in BASELINES:
+        return short
+    if library in ("", "torch", "torch.optim") and short in of_torch():
+        return f"torch.{of_torch()[short]}"
+    if library in ("", "pytorch_optimizer") and short in of_pytorch_optimizer():
+        return f"pytorch_optimizer.{short}"
+    extra = of_extra(library) if library in OF_THE_EXTRA else {}
+    if short in extra:
+        return f"{library}.{extra[short]}"
+    near = difflib.get_close_matches(short, extra or [*BASELINES, *of_torch(), *of_pytorch_optimizer()], n=1)
+    hint = f"; did you mean {extra.get(near[0], near[0])}?" if near else ""
     raise ValueError(
-        f"optimizers must be among {', '.join(BASELINES)}, or an optimizer of torch.optim or pytorch_optimizer, "
-        f"got {name!r}{hint}"
+        f"optimizers must be among {', '.join(BASELINES)}, or an optimizer of torch.optim, pytorch_optimizer, "
+        f"{' or '.join(OF_THE_EXTRA)}, got {name!r}{hint}"
     )
-
-
-@functools.cache
-def _of_torch() -> dict[str, str]:
-    every = vars(torch.optim).items()
-    return {
-        name.lower(): name
-        for name, kind in every
-        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
-    }
-
-
-@functools.cache
-def _of_pytorch_optimizer() -> frozenset[str]:
-    return frozenset(pytorch_optimizer.get_supported_optimizers())
-
-
-# of pytorch_optimizer: they want to be told which parameters are theirs
-_MUON_AND_KIN = ("adago", "adamuon", "muon", "muonclip", "normuon")
 
 
 def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optimizer:
@@ -159,22 +160,9 @@ def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optim
     try:
         if name in BASELINES:
             return BASELINES[name].make(task, seed, **options)
-        library, _, short = name.partition(".")
-        kind = getattr(torch.optim, short) if library == "torch" else pytorch_optimizer.load_optimizer(short)
-        _check_names(kind, options)
-        params: Any = [{"params": task.params, "use_muon": True}] if short in _MUON_AND_KIN else task.params
-        made: Optimizer = kind(params, **options)
+        return make(name, task, options)
     except (TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error
-    return made
-
-
-def _check_names(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-    """Refuse options that the class does not name; many of pytorch_optimizer's would ignore them."""
-    named = [name for name in inspect.signature(kind).parameters if name not in ("params", "kwargs")]
-    for name in options:
-        if name not in named:
-            raise TypeError(f"{name} is not among {', '.join(named)}")
 
 
 def needs_graph(optimizer: Optimizer) -> bool:
@@ -200,8 +188,9 @@ def paper_hyperparameters(task: str, optimizer: str) -> dict[str, float]:
 
 
 def hyperparameters(task: str, choice: Choice) -> dict[str, Any]:
-    """Everything that a run of this choice depends on: the paper's tuned values, then the choice's own."""
-    options = {**paper_hyperparameters(task, choice.optimizer), **choice.options}
+    """Everything that a run of this choice depends on: its settings or the paper's, then the user's options."""
+    settings = paper_hyperparameters(task, choice.optimizer) if choice.settings is None else choice.settings
+    options = {**settings, **choice.options}
     if choice.optimizer == "l2l":
         if options.get("weights") is not None:
             options["weights"] = str(Path(options["weights"]).absolute())  # a worker may stand elsewhere

@@ -77,6 +77,7 @@ class Experiment(ABC):
     full: ClassVar[Size]
     quick: ClassVar[Size]
     optimizers: ClassVar[str]  # as on the command line
+    tracks: ClassVar[bool] = True  # whether it shows what tasks measure on the way
 
     def request(
         self,
@@ -96,9 +97,13 @@ class Experiment(ABC):
             evaluations,
             seconds,
             size.seeds if seeds is None else seeds,
-            tuple(parse(self.optimizers) if choices is None else choices),
+            tuple(self.parse(self.optimizers) if choices is None else choices),
             task_options or {},
         )
+
+    def parse(self, optimizers: str) -> list[Choice]:
+        """Optimizers as written on the command line."""
+        return parse(optimizers)
 
     @abstractmethod
     def plan(self, request: Request) -> Plan:
@@ -149,8 +154,15 @@ class Experiment(ABC):
             seconds=request.seconds,
             task_options={**request.task_options, **task_options},
             options=hyperparameters(self.task, choice),
-            track_every=request.track_every,
+            track_every=request.track_every if self.tracks else 0,
         )
+
+    def by_choice(self, request: Request) -> Plan:
+        """One cell for every optimizer."""
+        return {
+            Cell(choice.label): [self.make_run(choice, seed, request) for seed in range(request.seeds)]
+            for choice in request.choices
+        }
 
 
 def tail(curve: Curve, *, fresh: bool = False, part: float = 0.1) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -66,10 +66,7 @@ class BowlExperiment(Experiment):
 
     def plan(self, request: Request) -> Plan:
         check_noise(request)
-        return {
-            Cell(choice.label): [self.make_run(choice, seed, request) for seed in range(request.seeds)]
-            for choice in request.choices
-        }
+        return self.by_choice(request)
 
     def rows(self, request: Request, results: Results) -> list[Row]:
         paper = {} if request.task_options else AT_100K if request.seconds is None else AT_300_SECONDS
@@ -194,15 +191,18 @@ def last(curve: Curve, column: str) -> float:
     return float(values[-1]) if len(values) else math.nan
 
 
-def compare(losses: dict[str, float], verb: str) -> str:
+_DENSE = frozenset(known.label for known in BASELINES.values() if known.cost == QUADRATIC)
+
+
+def compare(losses: dict[str, float], verb: str, *, ours: str = "LODO", left_out: Collection[str] = _DENSE) -> str:
     """LODO against the best of the others, without those that a large network could not afford."""
-    left_out = ("LODO", *(known.label for known in BASELINES.values() if known.cost == QUADRATIC))
-    rivals = {name: loss for name, loss in losses.items() if name.partition(" (")[0] not in left_out}
-    if "LODO" not in losses or not rivals:
+    left_out = {ours, *left_out}
+    rivals = {name: loss for name, loss in losses.items() if not {name, name.partition(" (")[0]} & left_out}
+    if ours not in losses or not rivals:
         return "Nothing to compare: run LODO and at least one rival."
     rival = min(rivals, key=lambda name: rivals[name])
-    ours, theirs = losses["LODO"], rivals[rival]
+    loss, theirs = losses[ours], rivals[rival]
     return (
-        f"LODO {verb} {ours:.4g}, {abs(1 - ours / theirs):.0%} {'below' if ours < theirs else 'ABOVE'} "
+        f"{ours} {verb} {loss:.4g}, {abs(1 - loss / theirs):.0%} {'below' if loss < theirs else 'ABOVE'} "
         f"the best rival without an n x n matrix ({rival}, {theirs:.4g})."
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import mean, stdev
+from typing import ClassVar
 
 from rich.markup import escape
 from rich.table import Table
@@ -14,12 +15,16 @@ from rich.table import Table
 from lodo.lab.run import Curve
 
 Paper = tuple[float | None, float | None]  # mean and standard deviation, where the paper gives them
-COLUMNS = ("optimizer", "ours", "paper", "difference", "seeds")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: the mean over seeds that did not diverge, and their spread."""
+    """One figure: the mean over seeds that did not diverge, and their spread.
+
+    An experiment with more to show has a subclass with further fields, its own ``columns`` and its own `cells`.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ("optimizer", "ours", "paper", "difference", "seeds")
 
     optimizer: str
     metric: str
@@ -31,18 +36,31 @@ class Row:
     paper_std: float | None = None
 
     @property
-    def cells(self) -> tuple[str, str, str, str, str]:
-        """The row as text, in the order of `COLUMNS`."""
+    def section(self) -> str:
+        """The heading under which the row stands in its table, if there are any."""
+        return ""
+
+    @property
+    def ours(self) -> str:
+        """The figure as text."""
+        return with_spread(self.mean, self.std) if self.mean is not None else "diverged"
+
+    @property
+    def runs(self) -> str:
+        """The number of seeds as text, and of those that diverged."""
+        return str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged and self.mean is not None else "")
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of ``columns``."""
         difference = ""
         if self.mean is not None and self.paper_mean:
             ratio, decades = self.mean / self.paper_mean - 1, self.mean - self.paper_mean
             difference = f"{decades:+.1f} decades" if self.metric.startswith("log10") else f"{100 * ratio:+.1f} %"
-        ours = with_spread(self.mean, self.std) if self.mean is not None else "diverged"
-        seeds = str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged and self.mean is not None else "")
         paper = with_spread(self.paper_mean, self.paper_std)
         if self.paper_mean is not None and self.paper_std is None:
             paper = f"{self.paper_mean:.7g}"  # as printed
-        return self.optimizer, ours, paper, difference, seeds
+        return self.optimizer, self.ours, paper, difference, self.runs
 
 
 def measure(
@@ -83,24 +101,36 @@ def by_metric(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     return [(metric, list(group)) for metric, group in groupby(rows, key=lambda row: row.metric)]
 
 
+def by_section(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows in the order given, under their headings."""
+    return [(section, list(group)) for section, group in groupby(rows, key=lambda row: row.section)]
+
+
 def markdown(title: str, about: str, rows: Iterable[Row], notes: Iterable[str]) -> str:
     """All tables of an experiment as a Markdown file."""
     lines = [f"# {title}", "", about, ""]
     for metric, group in by_metric(rows):
-        lines += [f"## {metric}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
-        lines += [_line(row.cells) for row in group]
+        columns = group[0].columns
+        lines += [f"## {metric}", "", _line(columns), _line(["---"] * len(columns))]
+        for section, members in by_section(group):
+            lines += [_line([f"**{section}**", *[""] * (len(columns) - 1)])] if section else []
+            lines += [_line(row.cells) for row in members]
         lines.append("")
     lines += [f"- {note}" for note in notes]
     return "\n".join(lines) + "\n"
 
 
-def terminal(metric: str, rows: Iterable[Row]) -> Table:
+def terminal(metric: str, rows: Sequence[Row]) -> Table:
     """One table for the terminal."""
     table = Table(title=metric, title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "optimizer" else "right")
-    for row in rows:
-        table.add_row(*map(escape, row.cells), style="bold" if row.optimizer == "LODO" else "")
+    for column in rows[0].columns:
+        table.add_column(column, justify="left" if column == "optimizer" else "right", overflow="fold")
+    for section, members in by_section(rows):
+        table.add_section()
+        if section:
+            table.add_row(escape(section), style="italic")
+        for row in members:
+            table.add_row(*map(escape, row.cells), style="bold" if row.optimizer == "LODO" else "")
     return table
 
 

@@ -8,11 +8,12 @@ from typing import Any
 from lodo._checks import check_choice
 from lodo.lab.tasks.base import Task
 from lodo.lab.tasks.bowl import Bowl, newton_loss
+from lodo.lab.tasks.mlp import Mlp
 from lodo.lab.tasks.rosenbrock import Rosenbrock
 
-__all__ = ["TASKS", "Bowl", "Rosenbrock", "Task", "make_task", "newton_loss"]
+__all__ = ["TASKS", "Bowl", "Mlp", "Rosenbrock", "Task", "make_task", "newton_loss"]
 
-TASKS: dict[str, type[Task]] = {"bowl": Bowl, "rosenbrock": Rosenbrock}
+TASKS: dict[str, type[Task]] = {"bowl": Bowl, "rosenbrock": Rosenbrock, "mlp": Mlp}
 
 
 def make_task(name: str, options: Mapping[str, Any], seed: int) -> Task:

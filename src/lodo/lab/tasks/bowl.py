@@ -43,6 +43,7 @@ class Bowl(Task):
         v: the variance of the noise.
         dtype: ``"float32"`` or ``"float64"``.
         renew_at: after that many steps a new bowl begins, with another U, at the origin.
+        rotation: the angle by which a direction turns in a step, on average: U is multiplied by a fixed rotation.
 
     Example:
         >>> bowl = Bowl(seed=0)
@@ -60,12 +61,14 @@ class Bowl(Task):
         v: float = 1.0,
         dtype: str = "float32",
         renew_at: int | None = None,
+        rotation: float = 0.0,
     ) -> None:
         super().__init__(seed)
         check_int("n", n, low=1)
         check_real("condition", condition, low=1.0)
         check_real("v", v, low=0.0)
         check_choice("dtype", dtype, tuple(DTYPES))
+        check_real("rotation", rotation, low=0.0)
         if renew_at is not None:
             check_int("renew_at", renew_at, low=1)
         self.D = curvatures(n, condition)
@@ -73,21 +76,34 @@ class Bowl(Task):
         self.x = Parameter(torch.zeros(n, dtype=DTYPES[dtype]))
         self.params = [self.x]
         self.centre = torch.zeros_like(self.x.data)
-        self.H = self._rotated()
+        self.U = self._random_rotation()
+        self.H = self._hessian()
+        self.R: Tensor | None = None  # what U is multiplied by at every step
+        if rotation:
+            K = torch.randn(n, n, generator=self.rng, dtype=torch.float64)
+            K = K - K.T
+            self.R = torch.linalg.matrix_exp(K * (rotation * n**0.5 / torch.linalg.matrix_norm(K)))
 
-    def _rotated(self) -> Tensor:
+    def _random_rotation(self) -> Tensor:
         n = len(self.D)
         U: Tensor = torch.linalg.qr(torch.randn(n, n, generator=self.rng, dtype=torch.float64))[0]
-        return ((U * self.D) @ U.T).to(self.x.dtype)
+        return U
+
+    def _hessian(self) -> Tensor:
+        return ((self.U * self.D) @ self.U.T).to(self.x.dtype)
 
     def draw(self) -> None:
         """Move the minimum."""
         if self.renew_at is not None:
             if self.steps == self.renew_at:
-                self.H = self._rotated()
+                self.U = self._random_rotation()
+                self.H = self._hessian()
                 self.x.data.zero_()
                 self.centre.zero_()
             self.steps += 1
+        if self.R is not None:
+            self.U = self.R @ self.U
+            self.H = self._hessian()
         self.centre.add_(torch.randn(self.centre.shape, generator=self.rng, dtype=self.x.dtype), alpha=self.v**0.5)
 
     def loss(self) -> Tensor:
@@ -116,4 +132,4 @@ class Bowl(Task):
         return sigma
 
     def buffers(self) -> dict[str, Tensor]:
-        return {"centre": self.centre, "H": self.H, "steps": self.steps}
+        return {"centre": self.centre, "H": self.H, "U": self.U, "steps": self.steps}

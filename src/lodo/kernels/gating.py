@@ -1,0 +1,32 @@
+"""What is fed to the network, on CPUs."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from lodo import gate as gates
+from lodo.kernels.tiles import TILE
+
+_updated = njit(**TILE)(gates.updated)
+
+
+@njit(**TILE)
+def learn_gate(gate, scale, Gg, m, last):
+    """The gate after the last step, from G g, the momentum and the gradient it was between."""
+    slope = 0.0
+    for j in range(m.size):
+        slope += float(Gg[j]) * (float(m[j]) - float(last[j]))
+    return _updated(gate, scale * slope)
+
+
+@njit(**TILE)
+def feed(u, m, g, last, beta, gated, gate):
+    """m = beta m + (1 - beta) g, and u = m or, gated, (1 - w) g + w m; ``last`` remembers g."""
+    real = m.dtype.type
+    keep, take = real(beta), real(1 - beta)
+    w, rest = real(gate[0]), real(1 - gate[0])
+    for j in range(m.size):
+        m[j] = keep * m[j] + take * g[j]
+        if gated:
+            u[j] = rest * g[j] + w * m[j]
+            last[j] = g[j]

@@ -1,0 +1,210 @@
+"""What happens to one tile: products with its blocks, and the update of its weights.
+
+A tile is (k, k, L) with the block index last, so every inner loop runs over contiguous lanes and vectorises, square
+roots and divisions included; k = 4 has its sums written out. The update computes the hypergradient of a tile
+and applies the meta-optimizer to it in registers, so that the hypergradient is never stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from lodo.meta import ADAM, SCHEDULE_FREE
+
+_log = logging.getLogger("lodo")
+
+
+def _can_cache() -> bool:
+    """Is there a place on disk for compiled kernels?"""
+    try:
+        njit(cache=True)(lambda: None)
+    except RuntimeError:
+        _log.warning("lodo: no writable folder for compiled kernels (set NUMBA_CACHE_DIR): compiling in every process")
+        return False
+    return True
+
+
+# "contract" and "nsz" allow fused multiply-adds and nothing else: no reordering, so that results
+# do not depend on the number of threads. The NumPy error model has no branch in a division.
+TILE: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}, "cache": _can_cache()}
+
+
+@njit(cache=TILE["cache"], fastmath={"contract", "reassoc"})
+def norm(v):
+    square = 0.0
+    for x in v:
+        square += np.float64(x) * np.float64(x)
+    return np.sqrt(square)
+
+
+@njit(cache=TILE["cache"], fastmath={"contract", "reassoc"})
+def dot(v, w):
+    total = 0.0
+    for j in range(v.size):
+        total += np.float64(v[j]) * np.float64(w[j])
+    return total
+
+
+@njit(**TILE)
+def times(B, x, out):  # out = B x
+    k, _, L = B.shape
+    for r in range(k):
+        if k == 4:
+            for l in range(L):
+                out[r, l] = B[r, 0, l] * x[0, l] + B[r, 1, l] * x[1, l] + B[r, 2, l] * x[2, l] + B[r, 3, l] * x[3, l]
+        else:
+            for l in range(L):
+                out[r, l] = B[r, 0, l] * x[0, l]
+            for c in range(1, k):
+                for l in range(L):
+                    out[r, l] += B[r, c, l] * x[c, l]
+
+
+@njit(**TILE)
+def times_transposed(B, x, out):  # out = B^T x
+    k, _, L = B.shape
+    for r in range(k):
+        if k == 4:
+            for l in range(L):
+                out[r, l] = B[0, r, l] * x[0, l] + B[1, r, l] * x[1, l] + B[2, r, l] * x[2, l] + B[3, r, l] * x[3, l]
+        else:
+            for l in range(L):
+                out[r, l] = B[0, r, l] * x[0, l]
+            for c in range(1, k):
+                for l in range(L):
+                    out[r, l] += B[c, r, l] * x[c, l]
+
+
+# ---------------------------------------------------------------- moments in bfloat16
+# as in lodo.rounding; a moment that is stored whole passes through unchanged
+
+
+def _random_bits(like, counter, key):
+    raise NotImplementedError
+
+
+def _widen(stored):
+    raise NotImplementedError
+
+
+def _narrow(value, like, bits):
+    raise NotImplementedError
+
+
+@njit(inline="always")
+def _mix(x):
+    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D))
+    x = np.uint32((x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@njit(**TILE)
+def layer_key(key, i):
+    return _mix(np.uint32(np.uint32(key) + np.uint32(i)))
+
+
+@overload(_random_bits, inline="always")
+def _overload_random_bits(like, counter, key):
+    if like is types.uint16:
+        return lambda like, counter, key: _mix(np.uint32(counter + key))
+    return lambda like, counter, key: np.uint32(0)
+
+
+@overload(_widen, inline="always")
+def _overload_widen(stored):
+    if stored is types.uint16:
+        return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+    return lambda stored: stored
+
+
+@overload(_narrow, inline="always")
+def _overload_narrow(value, like, bits):
+    if like is types.uint16:
+        return lambda value, like, bits: np.uint16(
+            np.uint32(np.float32(value).view(np.uint32) + np.uint32(bits)) >> np.uint32(16)
+        )
+    return lambda value, like, bits: value
+
+
+# ---------------------------------------------------------------- the update
+
+
+@njit(**TILE)
+def _sgd(B, d, Pa, c, Pb, scale, rate):
+    k, _, L = B.shape
+    for r in range(k):
+        for s in range(k):
+            for l in range(L):
+                B[r, s, l] -= rate * (scale * (d[r, l] * Pa[s, l] + c[r, l] * Pb[s, l]))
+
+
+@njit(**TILE)
+def _adam(B, M, V, d, Pa, c, Pb, scale, b1, c1, b2, c2, rate, root, eps, key, start):
+    k, _, L = B.shape
+    for r in range(k):
+        for s in range(k):
+            first = np.uint32(start + (r * k + s) * L)
+            for l in range(L):
+                bits = _random_bits(M[r, s, l], np.uint32(first + np.uint32(l)), key)
+                h = scale * (d[r, l] * Pa[s, l] + c[r, l] * Pb[s, l])
+                m = b1 * _widen(M[r, s, l]) + c1 * h
+                v = b2 * _widen(V[r, s, l]) + c2 * (h * h)
+                M[r, s, l] = _narrow(m, M[r, s, l], np.uint32(bits & np.uint32(0xFFFF)))
+                V[r, s, l] = _narrow(v, V[r, s, l], np.uint32(bits >> np.uint32(16)))
+                B[r, s, l] -= rate * m / (np.sqrt(v) * root + eps)
+
+
+@njit(**TILE)
+def _schedule_free(B, Z, d, Pa, c, Pb, step, keep, pull, push):
+    """y <- keep (y - pull z) + push z',  z' = z - step h."""
+    k, _, L = B.shape
+    for r in range(k):
+        for s in range(k):
+            for l in range(L):
+                z = Z[r, s, l]
+                new = z - step * (d[r, l] * Pa[s, l] + c[r, l] * Pb[s, l])
+                B[r, s, l] = keep * (B[r, s, l] - pull * z) + push * new
+                Z[r, s, l] = new
+
+
+@njit(**TILE)
+def add_squares(d, Pa, c, Pb, total):
+    """Add the squares of the entries of d Pa^T + c Pb^T of every block to its lane of ``total``."""
+    k, L = d.shape
+    for l in range(L):
+        dd = d[0, l] * d[0, l]
+        cc = c[0, l] * c[0, l]
+        dc = d[0, l] * c[0, l]
+        aa = Pa[0, l] * Pa[0, l]
+        bb = Pb[0, l] * Pb[0, l]
+        ab = Pa[0, l] * Pb[0, l]
+        for r in range(1, k):
+            dd += d[r, l] * d[r, l]
+            cc += c[r, l] * c[r, l]
+            dc += d[r, l] * c[r, l]
+            aa += Pa[r, l] * Pa[r, l]
+            bb += Pb[r, l] * Pb[r, l]
+            ab += Pa[r, l] * Pb[r, l]
+        total[l] += np.float64(dd) * aa + np.float64(cc) * bb + 2 * np.float64(dc) * ab
+
+
+@njit(**TILE)
+def update(kind, B, M, V, d, Pa, c, Pb, scale, numbers, rms, key, start):
+    """One tile's weights and moments, from d, P a, c, P b of its blocks."""
+    real = B.dtype.type
+    if kind == ADAM:
+        b1, c1, b2, c2, rate, root, eps = numbers
+        _adam(
+            B, M, V, d, Pa, c, Pb, real(scale), real(b1), real(c1), real(b2), real(c2), real(rate), real(root),
+            real(eps), key, start,
+        )  # fmt: skip
+    elif kind == SCHEDULE_FREE:
+        rate, keep, pull, push, eps, _, _ = numbers
+        _schedule_free(B, M, d, Pa, c, Pb, real(rate * scale / (rms + eps)), real(keep), real(pull), real(push))
+    else:
+        _sgd(B, d, Pa, c, Pb, real(scale), real(numbers[0]))
