@@ -1,13 +1,13 @@
 """How fast and how large is a step? Ratios measured side by side in one run.
 
-    make bench                                     all sizes, about four minutes on two cores
+    make bench                                     all sizes, about six minutes on two cores
     python benchmarks/bench.py --quick             the two smaller sizes, fewer repeats
     python benchmarks/bench.py --sizes 5000
 
-LODO, a plain autograd LODO (the tests' oracle), torch.optim.Adam and the memory bandwidth take
-turns; the medians are compared.
-The roofline is what a fused step has to read and write (9 passes over theta, 15 over the hidden
-vectors; docs/algorithm.md counts them) over the bandwidth of `a = b + s c` measured in the same run.
+LODO, LODO with shuffle mixing and with the robust recipe, a plain autograd LODO (the tests' oracle), torch.optim.Adam
+and the memory bandwidth take turns; the medians are compared.
+The roofline is what a fused step has to read and write (9 passes over theta, 15 over the hidden vectors, 11 without
+indices; docs/algorithm.md counts them) over the bandwidth of `a = b + s c` measured in the same run.
 """
 
 from __future__ import annotations
@@ -49,6 +49,15 @@ TARGETS: dict[tuple[str, int], float] = {  # at least for "autograd", at most fo
     ("memory", 94_696): 2150,
     ("memory", 1_000_000): 2150,
     ("outside", 100): 50,
+    ("shuffle", 1_000_000): 0.6,
+    ("shuffle_roofline", 1_000_000): 1.5,
+    ("resting", 94_696): 1100,
+    ("resting", 1_000_000): 1100,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lodo": {},
+    "shuffle": {"mixing": "shuffle"},
+    "robust": {"recipe": "robust"},
 }
 TRIAD = 24_000_000  # numbers in each of its three arrays
 
@@ -68,10 +77,10 @@ def _triad(a: Any, b: Any, c: Any, s: Any) -> None:
         a[i] = b[i] + s * c[i]
 
 
-def roofline_bytes(n: int) -> int:
+def roofline_bytes(n: int, mixing: str = "random") -> int:
     family = Mixing()
     hidden = family.hidden(n)
-    return 4 * family.depth * hidden * (9 * family.block_size + 15)
+    return 4 * family.depth * hidden * (9 * family.block_size + (15 if mixing == "random" else 11))
 
 
 def timed(call: Callable[[], object], times: int) -> float:
@@ -108,13 +117,12 @@ def measure(n: int, repeats: int) -> dict[str, float]:
     """Medians of interleaved repeats, in seconds, and what follows from them."""
     rng = torch.Generator().manual_seed(0)
     g = torch.randn(n, generator=rng)
-    x, y = torch.nn.Parameter(torch.zeros(n)), torch.nn.Parameter(torch.zeros(n))
-    x.grad, y.grad = g, g.clone()
-    lodo, adam, plain = LODO([x], lr=1e-3), torch.optim.Adam([y]), plain_autograd(n)
+    lodos = {name: LODO([with_gradient(g)], lr=1e-3, **options) for name, options in VARIANTS.items()}
+    lodo, adam, plain = lodos["lodo"], torch.optim.Adam([with_gradient(g)]), plain_autograd(n)
     a, b, c = (huge_zeros((TRIAD,), torch.float32).fill_(1.0).numpy() for _ in range(3))  # written: real pages
     small = n < 10_000
     turns: dict[str, tuple[Callable[[], object], int]] = {
-        "lodo": (lodo.step, 50 if small else 1),
+        **{name: (made.step, 50 if small else 1) for name, made in lodos.items()},
         "autograd": (lambda: plain.step(lambda x: g @ x), 3 if small else 1),
         "adam": (adam.step, 50 if small else 1),
         "triad": (lambda: _triad(a, b, c, np.float32(1.1)), 1),
@@ -128,6 +136,8 @@ def measure(n: int, repeats: int) -> dict[str, float]:
             seconds[name].append(timed(call, times))
     result = {name: median(values) for name, values in seconds.items()}
     bandwidth = 12 * TRIAD / result["triad"]
+    peak, _ = measure_memory(n, "lodo")
+    robust_peak, resting = measure_memory(n, "robust")
     with kernel_clock(lodo) as spent:
         outside = []
         for _ in range(2000 if small else repeats):
@@ -138,35 +148,46 @@ def measure(n: int, repeats: int) -> dict[str, float]:
         "lodo_over_roofline": result["lodo"] / (roofline_bytes(n) / bandwidth),
         "lodo_over_adam": result["lodo"] / result["adam"],
         "outside_kernels_us": 1e6 * median(outside),
-        "bytes_per_parameter": measure_memory(n),
+        "bytes_per_parameter": peak,
+        "shuffle_over_lodo": result["shuffle"] / result["lodo"],
+        "shuffle_over_roofline": result["shuffle"] / (roofline_bytes(n, "shuffle") / bandwidth),
+        "robust_over_lodo": result["robust"] / result["lodo"],
+        "robust_bytes_per_parameter": robust_peak,
+        "robust_resting_bytes_per_parameter": resting,
         "lodo_ms": 1e3 * result["lodo"],
         "bandwidth_gb": bandwidth / 1e9,
     }
 
 
-def measure_memory(n: int) -> float:
-    """Peak memory of construction and three steps, bytes a parameter, in a process of its own."""
+def with_gradient(g: torch.Tensor) -> torch.nn.Parameter:
+    x = torch.nn.Parameter(torch.zeros_like(g))
+    x.grad = g.clone()
+    return x
+
+
+def measure_memory(n: int, variant: str) -> tuple[float, float]:
+    """Peak memory of construction and three steps, and what stays then: bytes a parameter, in a process of its own."""
     if not Path("/proc/self/clear_refs").exists() or n < 10_000:
-        return float("nan")
-    out = subprocess.run([sys.executable, __file__, "--memory", str(n)], check=True, capture_output=True, text=True)
-    return float(out.stdout)
+        return float("nan"), float("nan")
+    command = [sys.executable, __file__, "--memory", str(n), "--variant", variant]
+    peak, resting = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(peak), float(resting)
 
 
-def print_memory(n: int) -> None:
+def print_memory(n: int, variant: str) -> None:
     def rss(key: str) -> int:
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
     def train(n: int) -> None:
-        x = torch.nn.Parameter(torch.zeros(n))
-        x.grad = torch.randn(n)
+        x = with_gradient(torch.randn(n))
         before = rss("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        opt = LODO([x], lr=1e-3)
+        opt = LODO([x], lr=1e-3, **VARIANTS[variant])
         for _ in range(3):
             opt.step()
         if n != warm_up:
-            print((rss("VmHWM") - before) / n)
+            print((rss("VmHWM") - before) / n, (rss("VmRSS") - before) / n)
 
     warm_up = 10_000  # loads Numba, its compiled kernels and its threads
     train(warm_up)
@@ -192,6 +213,11 @@ def show(results: dict[int, dict[str, float]]) -> None:
         "adam": ("time over torch.optim.Adam", "lodo_over_adam"),
         "memory": ("peak extra memory, bytes a parameter", "bytes_per_parameter"),
         "outside": ("outside kernels, us a step", "outside_kernels_us"),
+        "shuffle": ("shuffle mixing: time over random mixing", "shuffle_over_lodo"),
+        "shuffle_roofline": ("shuffle mixing: time over its roofline", "shuffle_over_roofline"),
+        "robust": ("robust recipe: time over the paper's", "robust_over_lodo"),
+        "robust_memory": ("robust recipe: peak extra memory, bytes a parameter", "robust_bytes_per_parameter"),
+        "resting": ("robust recipe: stays between steps, bytes a parameter", "robust_resting_bytes_per_parameter"),
     }
     table = Table(title="LODO, float32, with targets in brackets")
     table.add_column("figure")
@@ -209,9 +235,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="n = 100 and 94,696 with 7 repeats")
     parser.add_argument("--out", type=Path, default=Path("results/bench.json"), help="where the JSON goes")
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=tuple(VARIANTS), default="lodo", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
-        print_memory(options.memory)
+        print_memory(options.memory, options.variant)
         return
     sizes = options.sizes or (SIZES[:2] if options.quick else SIZES)
     results = {}

@@ -1,4 +1,4 @@
-"""The optimizer against the oracle: every family, meta-optimizer, backend and odd size."""
+"""The optimizer against the oracle: every family, meta-optimizer, backend and odd size; options are in test_options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import BACKENDS, FAMILIES, difference, natural, oracle_for, quadratic
+from helpers import BACKENDS, FAMILIES, assert_agree, difference, oracle_for, quadratic
 from lodo import LODO, Mixing, Residual
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -20,16 +20,6 @@ def train(opt, x, oracle, f, steps=50):
         f(x).backward()
         opt.step()
         oracle.step(f)
-
-
-def assert_agree(opt, x, oracle, tolerance, group=0):
-    state = opt._state(group)
-    assert difference(x, oracle.x) < tolerance
-    assert difference(state["momentum"], oracle.m) < tolerance
-    assert difference(natural(opt, state["theta"], group), oracle.theta) < tolerance
-    if "exp_avg" in state:
-        assert difference(natural(opt, state["exp_avg"], group), oracle.M) < tolerance
-        assert difference(natural(opt, state["exp_avg_sq"], group), oracle.V) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -133,16 +133,17 @@ def readable(size: int) -> str:
     return f"{size:.1f} GB"
 
 
-def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU, page-aligned and on huge pages where the system has them.
+def huge_zeros(shape: Sequence[int], dtype: torch.dtype, least: int = _HUGE_FROM) -> Tensor:
+    """Zeros on the CPU, from ``least`` bytes on page-aligned and on huge pages where the system has them.
 
-    Random gathers over a vector of millions of numbers miss the address cache on 4 kB pages.
+    Random gathers over a vector of millions of numbers miss the address cache on 4 kB pages. Such an array also gives
+    its memory back to the system when it is freed, which smaller ones of malloc do not.
 
     >>> huge_zeros((2, 3), torch.float32).sum()
     tensor(0.)
     """
     size = prod(shape) * dtype.itemsize
-    if size < _HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < least or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never shared with a forked process
     memory.madvise(mmap.MADV_HUGEPAGE)

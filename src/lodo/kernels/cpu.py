@@ -31,6 +31,7 @@ from lodo.rounding import update_key
 PARALLEL_FROM = 64  # tiles a layer from which a second thread pays
 _CHUNKS = 128  # parts of a layer that threads share; a fixed number, so that results do not depend on theirs
 _KEEP_BELOW = 1 << 20  # bytes of work arrays that are not worth freeing between steps
+_PAGED_FROM = 1 << 16  # bytes of an array that is worth pages of its own
 
 _MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when Numba loads
 
@@ -119,7 +120,8 @@ class FusedMixing(Engine):
         learning, led_to, scale, moments, t, meta_lr, seed = lesson
         if learning and self._kept != now:  # the first step after loading a state: feed what was fed again
             again = lesson._replace(learning=False)
-            self.advance(theta, m, m if last is None else last, 1.0, out, meta, again, gate, last)
+            before = m if last is None else last.clone()  # not itself: kernels may round overlapping arrays otherwise
+            self.advance(theta, m, before, 1.0, out, meta, again, gate, last)
         self._kept = now
         M, V = (*moments, theta, theta)[:2]  # what a kernel does not use is of no matter
         past = m if last is None else last
@@ -159,7 +161,7 @@ class _Work:
         self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def _zeros(self, *shape: int) -> Any:
-        return huge_zeros(shape, self._dtype).numpy()
+        return huge_zeros(shape, self._dtype, least=_PAGED_FROM).numpy()
 
     def _spare(self) -> tuple[Any, Any]:
         """Tiles and lanes for each chunk."""
