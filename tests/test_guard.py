@@ -93,7 +93,9 @@ def test_an_outlier_does_not_throw_it_off(meta, backend):
     if meta == "adam":  # the second moment remembers an outlier for a thousand steps
         v = [float(opt._state(0)["exp_avg_sq"].sum()) for opt in (guarded, plain)]
         assert v[0] < 1e-3 * v[1]
-    assert float((x.detach() - before[0]).norm()) < 0.05 * float((y.detach() - before[1]).norm())
+    near, far = (float((p.detach() - b).norm()) for p, b in zip((x, y), before, strict=True))
+    assert near < 10
+    assert not far < 20 * near  # with SGD it is not even a number
 
 
 @pytest.mark.parametrize("options", [{}, {"recipe": "robust"}, {"meta_optimizer": "schedule-free"}])

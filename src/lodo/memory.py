@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lodo import meta
+from lodo import meta, options
 from lodo._checks import check_choice, check_int
 from lodo.kernels import BACKENDS
 from lodo.preconditioners import Preconditioner, select
@@ -50,11 +50,12 @@ def memory_estimate(
     depth: int | None = None,
     block_size: int = 4,
     width: float = 2.0,
-    mixing: str = "random",
-    momentum: str = "fixed",
+    mixing: str | None = None,
+    momentum: str | None = None,
     meta_optimizer: str = "adam",
-    moment_dtype: torch.dtype | None = None,
-    save_activations: bool = True,
+    moment_dtype: torch.dtype | str | None = None,
+    save_activations: bool | None = None,
+    recipe: str = "paper",
     dtype: torch.dtype = torch.float32,
     backend: str = "auto",
     device: torch.device | str = "cpu",
@@ -64,7 +65,8 @@ def memory_estimate(
     Args:
         n: number of parameters in the group.
         preconditioner: as for `LODO`, as are ``depth``, ``block_size``, ``width``,
-            ``mixing``, ``momentum``, ``meta_optimizer``, ``moment_dtype``, ``save_activations`` and ``backend``.
+            ``mixing``, ``momentum``, ``meta_optimizer``, ``moment_dtype``, ``save_activations``, ``recipe`` and
+            ``backend``.
         dtype: theta's dtype: float64 for float64 parameters, float32 for all others.
         device: where the parameters are.
 
@@ -73,28 +75,33 @@ def memory_estimate(
         512
         >>> memory_estimate(1000, "diagonal").theta
         4000
+        >>> memory_estimate(94_696, recipe="robust").moments // 94_696  # in bfloat16
+        512
     """
     check_int("n", n, low=0)
     check_choice("meta_optimizer", meta_optimizer, meta.META_OPTIMIZERS)
     check_choice("backend", backend, BACKENDS)
-    family = select(preconditioner, depth, block_size, width, mixing)
+    chosen = options.from_recipe(recipe, mixing=mixing, momentum=momentum, save_activations=save_activations)
+    half = options.moment_dtype(moment_dtype, meta_optimizer, recipe)
+    save = chosen["save_activations"]
+    family = select(preconditioner, depth, block_size, width, chosen["mixing"])
     fused = family.fused(backend, torch.device(device))
     item = dtype.itemsize
     weights = prod(family.shape(n)) if n else 0
     moments = len(meta.make(meta_optimizer).moments)
-    activations = item * family.work_count(n, fused, save_activations) if n else 0
+    activations = item * family.work_count(n, fused, save) if n else 0
     # an engine that is not fused stores the hypergradient and, for Adam, a denominator; moments in bfloat16 are
     # widened whole and rounded a layer at a time in 64-bit integers
-    arrays = 0 if fused else 1 + bool(moments) + (2 if moment_dtype else 0)
-    temporary = arrays * item * weights + (0 if fused or not moment_dtype else 32 * weights // family.layers(n).number)
-    kept = activations if fused and save_activations else 0
+    arrays = 0 if fused else 1 + bool(moments) + (2 if half else 0)
+    temporary = arrays * item * weights + (0 if fused or not half else 32 * weights // family.layers(n).number)
+    kept = activations if fused and save else 0
     return MemoryEstimate(
         theta=weights * item,
-        moments=weights * (moment_dtype or dtype).itemsize * moments,
+        moments=weights * (half or dtype).itemsize * moments,
         indices=4 * family.index_count(n) if n else 0,
         activations=kept,
         work=activations - kept + temporary,
-        vectors=(6 if momentum == "learned" else 5 if fused else 3) * item * n,
+        vectors=(6 if chosen["momentum"] == "learned" else 5 if fused else 3) * item * n,
     )
 
 
@@ -115,8 +122,8 @@ def check_fits(needed: MemoryEstimate, earlier: int, device: torch.device, what:
         others = f", and {readable(earlier)} for the groups before it" if earlier else ""
         raise MemoryError(
             f"{what} needs {needed}{others}; {readable(free)} is available on {str(device)!r}. "
-            "Use a smaller depth, width or block_size, preconditioner='diagonal', "
-            "meta_optimizer='sgd', or train fewer parameters with LODO"
+            "Use recipe='robust' (about half the memory), a smaller depth, width or block_size, "
+            "preconditioner='diagonal', meta_optimizer='sgd', or train fewer parameters with LODO"
         )
 
 

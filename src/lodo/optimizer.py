@@ -21,12 +21,12 @@ from torch.optim.optimizer import (
 
 from lodo import memory, meta, options
 from lodo._checks import check_bool, check_choice
+from lodo.algorithm import step_group
 from lodo.flatten import compute_dtype, count
-from lodo.gate import Gate
 from lodo.guard import Guard
 from lodo.kernels import BACKENDS, resolve
 from lodo.network import Network
-from lodo.preconditioners import Lesson, Preconditioner, select
+from lodo.preconditioners import Preconditioner, select
 from lodo.preconditioners.mixing import MIXINGS
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
@@ -69,7 +69,7 @@ class LODO(Optimizer):
         meta_betas: Adam's decays, (0.9, 0.999) if None; of ``"schedule-free"`` the first one is its b, 0.93 if None.
         meta_eps: Adam's epsilon.
         meta_window: how many updates back ``"schedule-free"`` averages; all of them if None.
-        moment_dtype: ``torch.bfloat16`` halves Adam's moments, with stochastic rounding; theta's own dtype if None.
+        moment_dtype: ``torch.bfloat16`` halves Adam's moments, with stochastic rounding; ``"own"`` is theta's dtype.
         save_activations: False computes activations again instead of keeping them between steps.
         guard: survive outlier gradients and sudden changes of the curvature (`lodo.guard`).
         recipe: what the options left as None mean: ``"paper"``, or ``"robust"`` for ``momentum="learned"``,
@@ -226,7 +226,7 @@ class LODO(Optimizer):
                 net.g.vector.neg_()
             turns.append((group, net, state, moving, norm, clip))
         for turn in turns:
-            _step_group(*turn)
+            step_group(*turn)
 
     def _refuse(self, i: int, state: dict[str, Any], norm: float) -> None:
         """Raise, or count the step as skipped, for a gradient that cannot be learned from."""
@@ -322,7 +322,7 @@ class LODO(Optimizer):
             count(params),
             family or self._families[i],
             meta_optimizer=group["meta_optimizer"],
-            moment_dtype=group["moment_dtype"],
+            moment_dtype=group["moment_dtype"] or "own",
             momentum=group["momentum"],
             save_activations=self.save_activations,
             dtype=compute_dtype(params),
@@ -488,46 +488,3 @@ def _lasting_tensors() -> Iterator[None]:
     """Tensors made here outlive an inference mode around the caller, and ignore a default device."""
     with torch.inference_mode(False), torch.device("cpu"):
         yield
-
-
-def _step_group(
-    group: dict[str, Any], net: Network, state: dict[str, Any], moving: list[bool], norm: float, clip: float
-) -> None:
-    """Algorithm 1 for one group, from the moment the gradient g at the new x is known."""
-    lr, last_lr, beta, meta_optimizer = (
-        float(group["lr"]),
-        state["last_lr"],
-        group["beta"],
-        options.meta_optimizer(group),
-    )
-    g, s = net.g.vector, net.s.vector
-    if clip < 1.0:
-        g.mul_(clip)
-        norm *= clip
-    learning = last_lr != 0  # if the last call moved x: learn from where that led
-    led_to = net.g.only(state["moved"])  # what did not move had no part in it
-    if group["guard"]:
-        if state.setdefault("last_step", s) is not s:  # a loaded state
-            state["last_step"] = s.copy_(state["last_step"])
-        overshot = clip < 1.0 and learning and float(led_to.dot(s)) < 0  # x moved by -lr s, and uphill at the end
-        guard = Guard(*state["guard"]).after(norm, overshot)
-        state["guard"] = tuple(guard)
-        lr *= guard.trust
-
-    t = state["meta_step"] = state["meta_step"] + learning
-    moments = [state[name] for name in meta_optimizer.moments]
-    lesson = Lesson(learning, led_to, -last_lr, moments, t or 1, group["meta_lr"], net.rounding_seed)
-    gate = Gate(*state["gate"]) if "gate" in state else None
-    # theta <- theta + Adam(...);  m <- beta m + (1 - beta) g;  s <- G(theta) u, u = m or, gated, (1 - w) g + w m
-    gate = net.engine.advance(
-        state["theta"], state["momentum"], g, beta, s, meta_optimizer, lesson, gate, state.get("last_gradient")
-    )
-    net.s.move(group["params"], moving, lr, group["weight_decay"])  # x <- x - lr s
-
-    state["last_lr"], state["moved"] = lr, moving
-    bound = state["momentum_bound"] = beta * state["momentum_bound"] + (1 - beta) * norm  # >= |m|
-    state["fed_bound"] = bound  # >= |u|
-    if gate is not None:
-        state["gate"] = tuple(gate)
-        state["fed_bound"] = abs(gate.w) * bound + abs(1 - gate.w) * norm
-    state["step"] += 1

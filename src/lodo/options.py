@@ -44,13 +44,17 @@ def complete(group: dict[str, Any], recipe: str) -> dict[str, Any]:
         "lr": group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"]),
         "seed": int(group["seed"]),
         "meta_betas": tuple(map(float, betas)),
-        "moment_dtype": _moment_dtype(group, recipe),
+        "moment_dtype": moment_dtype(group["moment_dtype"], group["meta_optimizer"], recipe),
     }
 
 
-def _moment_dtype(group: dict[str, Any], recipe: str) -> torch.dtype | None:
-    """bfloat16, or None for theta's own."""
-    given, adam = group["moment_dtype"], group["meta_optimizer"] == "adam"
+def moment_dtype(given: torch.dtype | str | None, meta_optimizer: str, recipe: str) -> torch.dtype | None:
+    """bfloat16, or None for theta's own.
+
+    >>> moment_dtype(None, "adam", "robust"), moment_dtype("own", "adam", "robust")
+    (torch.bfloat16, None)
+    """
+    adam = meta_optimizer == "adam"
     if given is None:
         chosen: torch.dtype | None = RECIPES[recipe]["moment_dtype"] if adam else None
         return chosen
@@ -60,7 +64,7 @@ def _moment_dtype(group: dict[str, Any], recipe: str) -> torch.dtype | None:
         return None
     if not adam:
         raise ValueError(
-            f"moment_dtype must be None unless meta_optimizer is 'adam': {group['meta_optimizer']!r} has no moments "
+            f"moment_dtype must be None unless meta_optimizer is 'adam': {meta_optimizer!r} has no moments "
             f"that could be halved, got {given!r}"
         )
     return torch.bfloat16

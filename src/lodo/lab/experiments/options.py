@@ -162,7 +162,9 @@ class OptionsExperiment(Experiment):
                 metric = f"{table.heading}, {steps:,} steps: loss over the last 10 %"
                 rows += _compared(metric, there, tail)
                 continue
-            for metric, value in ((_BEFORE, _before), (_LATER, _later), (_LEVEL, _level), (_BACK, _back)):
+            whole = {label: [replace(c, diverged=False) for c in curves] for label, curves in there.items()}
+            rows += _compared(f"{table.heading}: {_BEFORE}", whole, _before)  # also of runs that diverge later
+            for metric, value in ((_LATER, _later), (_LEVEL, _level), (_BACK, _back)):
                 rows += _compared(f"{table.heading}: {metric}", there, value)
         return rows
 
