@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,25 +12,112 @@ from helpers import BACKENDS, FAMILIES, parameter
 from lodo import LODO, memory, memory_estimate
 
 
+ROBUST = {"mixing": "shuffle", "momentum": "learned", "moment_dtype": torch.bfloat16, "save_activations": False}
+OPTIONS = {
+    "paper": {},
+    "sgd": {"meta_optimizer": "sgd"},
+    "schedule-free": {"meta_optimizer": "schedule-free"},
+    "gate": {"momentum": "learned"},
+    "bfloat16": {"moment_dtype": torch.bfloat16},
+    "robust": ROBUST,
+    "robust schedule-free": {**ROBUST, "moment_dtype": None, "meta_optimizer": "schedule-free"},
+}
+OF_MIXING = {
+    "shuffle": {"mixing": "shuffle"},
+    "permuted shuffle": {"mixing": "permuted-shuffle"},
+    "forgetful": {"save_activations": False},
+    "forgetful gate": {"save_activations": False, "momentum": "learned"},
+}
+
+
+def taken(opt):
+    """Bytes, counted: weights, moments, indices, activations (without a few spare tiles), vectors."""
+    net, state = opt._network(0), opt._state(0)
+    work = getattr(net.engine, "_work", None)
+    vectors = [net.g.vector, net.s.vector, state["momentum"], state.get("last_gradient")]
+    activations = [] if work is None else [a for a in work._make() if a.size and a.shape[-1] != 1]
+    if work is not None:
+        vectors += [work.u, work._Gg]
+        spare = len(work._chunks) - 1  # arrays with a row for each chunk, and the chunks themselves
+        shapes = {(spare, 5, *net.engine.family.shape(net.n)[2:4][:1], net.engine.family.tiles(net.n)[1])}
+        shapes |= {(spare, net.engine.family.tiles(net.n)[1]), (spare + 1,), (net.n,)}
+        activations = [a for a in activations if a.shape not in shapes]
+    return {
+        "theta": state["theta"].nbytes,
+        "moments": sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq", "z") if name in state),
+        "indices": net.engine.P.nbytes,
+        "activations": sum(a.nbytes for a in activations),
+        "vectors": sum(v.nbytes for v in vectors if v is not None),
+    }
+
+
+CASES = [(family, name) for family in FAMILIES for name in OPTIONS] + [("mixing", name) for name in OF_MIXING]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("meta", ["adam", "sgd"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_estimate_is_what_the_state_takes(family, meta, backend):
-    x = parameter(150, dtype=torch.float32)
-    opt = LODO([x], preconditioner=family, meta_optimizer=meta, backend=backend, lr=1e-3)
-    x.grad = torch.ones(150)
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_the_estimate_is_what_the_state_takes(family, name, backend, dtype):
+    options = {**OPTIONS, **OF_MIXING}[name]
+    x = parameter(150, dtype=dtype)
+    opt = LODO([x], preconditioner=family, backend=backend, lr=1e-3, **options)
+    x.grad = torch.ones(150, dtype=dtype)
     opt.step()
     opt.step()
-    estimate = memory_estimate(150, family, meta_optimizer=meta, backend=backend)
-    state = opt._state(0)
-    assert estimate.theta == state["theta"].nbytes
-    assert estimate.moments == sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq") if name in state)
-    assert estimate.indices == opt._network(0).engine.P.nbytes
-    assert estimate.vectors == 3 * x.nbytes
-    if family == "mixing" and backend == "numba":
-        x, y, _, _, *activations = opt._network(0).engine._work.scratch
-        assert estimate.work == sum(a.nbytes for a in (x, y, *activations))
+    estimate = memory_estimate(150, family, backend=backend, dtype=dtype, **options)
+    counted = taken(opt)
+    fused = family == "mixing" and backend == "numba"
+    for field in ("theta", "moments", "indices"):
+        assert getattr(estimate, field) == counted[field]
+    passing = 0 if fused or name not in ("gate", "forgetful gate", *(k for k in OPTIONS if "robust" in k)) else 2
+    assert estimate.vectors == counted["vectors"] + passing * x.nbytes  # u and m - g, made during a step
+    if fused:
+        saved = options.get("save_activations", True)
+        assert (estimate.activations, estimate.work) == (
+            (counted["activations"], 0) if saved else (0, counted["activations"])
+        )
+    else:
+        assert estimate.activations == 0
+        assert estimate.work >= counted["theta"]  # the hypergradient at least
     assert estimate.total == sum(estimate)
+    assert estimate.resting == estimate.total - estimate.work
+    assert estimate == opt._estimate(0)
+
+
+@pytest.mark.parametrize(("mixing", "indices"), [("random", 16 * 2 * 4), ("shuffle", 0), ("permuted-shuffle", 4)])
+def test_indices_by_mixing(mixing, indices):
+    n = 94_696
+    assert memory_estimate(n, mixing=mixing).indices == pytest.approx(indices * n, rel=1e-3)
+
+
+def test_what_stays_between_steps_can_be_1100_bytes_a_parameter():
+    n = 94_696
+    small = memory_estimate(n, mixing="shuffle", moment_dtype=torch.bfloat16, save_activations=False, backend="numba")
+    assert small.resting <= 1100 * n
+    assert small.theta == small.moments == pytest.approx(512 * n, rel=1e-3)
+    assert small.indices == small.activations == 0
+    assert memory_estimate(n, **ROBUST, backend="numba").resting <= 1100 * n
+    assert memory_estimate(n, backend="numba").resting > 2000 * n
+    assert f"work {memory.readable(small.work)}" in str(small)
+
+
+def test_that_is_what_a_large_network_keeps():
+    """Every array that outlives a step, counted: state, vectors, work arrays."""
+    n = 9000
+    x = parameter(n, dtype=torch.float32)
+    opt = LODO([x], lr=1e-3, depth=4, guard=True, backend="numba", **ROBUST)
+    for _ in range(3):
+        x.grad = torch.randn(n)
+        opt.step()
+    estimate = memory_estimate(n, depth=4, backend="numba", **ROBUST)
+    net, state = opt._network(0), opt._state(0)
+    assert net.engine._work._scratch is None
+    tensors = {v.data_ptr(): v.nbytes for v in (*state.values(), net.g.vector, net.s.vector) if isinstance(v, torch.Tensor)}
+    arrays = [a for a in vars(net.engine._work).values() if isinstance(a, np.ndarray) and a is not net.engine._work._chunks]
+    assert sum(tensors.values()) + sum(a.nbytes for a in arrays) == estimate.resting
+    kept = LODO([x], lr=1e-3, depth=4, backend="numba", **{**ROBUST, "save_activations": True})
+    kept.step()
+    assert sum(a.nbytes for a in kept._network(0).engine._work._scratch) >= estimate.work
 
 
 def test_the_papers_count_of_weights():

@@ -44,6 +44,19 @@ F64 = torch.float64
         ("seed", 0.5),
         ("backend", "cuda"),
         ("nonfinite", "ignore"),
+        ("recipe", "best"),
+        ("momentum", "none"),
+        ("mixing", "riffle"),
+        ("guard", "yes"),
+        ("guard", 1),
+        ("save_activations", "no"),
+        ("save_activations", 0),
+        ("meta_window", 0),
+        ("meta_window", 2.5),
+        ("meta_window", True),
+        ("moment_dtype", torch.float16),
+        ("moment_dtype", torch.float32),
+        ("moment_dtype", "float8"),
     ],
 )
 def test_bad_arguments_are_named(name, value):
@@ -56,8 +69,10 @@ def test_bad_arguments_are_named(name, value):
 def test_defaults_are_the_papers():
     group = LODO([parameter(3)]).param_groups[0]
     assert (group["lr"], group["meta_lr"], group["beta"]) == (1.0, 1e-3, 0.9)
-    assert group["preconditioner"] == "Mixing(depth=16, block_size=4, width=2.0)"
+    assert group["preconditioner"] == "Mixing(depth=16, block_size=4, width=2.0, mixing='random')"
     assert (group["meta_optimizer"], group["meta_betas"], group["meta_eps"]) == ("adam", (0.9, 0.999), 1e-7)
+    assert (group["momentum"], group["moment_dtype"], group["guard"]) == ("fixed", None, False)
+    assert LODO([parameter(3)]).save_activations is True
     assert LODO([parameter(3)], preconditioner="residual").param_groups[0]["preconditioner"] == (
         "Residual(depth=64, width=2.0)"
     )
@@ -86,10 +101,25 @@ def test_options_of_a_group_override_the_defaults():
     assert "exp_avg" not in opt._state(2)
 
 
-@pytest.mark.parametrize("name", ["lr", "meta_lr", "beta", "weight_decay", "maximize"])
+OF_A_GROUP = {
+    "lr": 0.3,
+    "meta_lr": 0.05,
+    "beta": 0.2,
+    "weight_decay": 0.5,
+    "maximize": True,
+    "momentum": "learned",
+    "meta_optimizer": "schedule-free",
+    "moment_dtype": torch.bfloat16,
+    "meta_betas": (0.5, 0.5),
+    "meta_eps": 1.0,
+    "seed": 4,
+}
+
+
+@pytest.mark.parametrize("name", OF_A_GROUP)
 def test_an_option_of_one_group_acts_on_that_group_alone(name):
     """Each group moves as it would in an optimizer of its own with that option."""
-    value = {"lr": 0.3, "meta_lr": 0.05, "beta": 0.2, "weight_decay": 0.5, "maximize": True}[name]
+    value = OF_A_GROUP[name]
     a, b = parameter(6), parameter(6)
     twin, plain = torch.nn.Parameter(b.detach().clone()), torch.nn.Parameter(b.detach().clone())
     both = LODO([{"params": [a]}, {"params": [b], name: value}], lr=0.1)
@@ -104,7 +134,9 @@ def test_an_option_of_one_group_acts_on_that_group_alone(name):
     assert not torch.equal(b, plain)
 
 
-@pytest.mark.parametrize("name", ["depth", "block_size", "width", "backend", "nonfinite"])
+@pytest.mark.parametrize(
+    "name", ["depth", "block_size", "width", "mixing", "save_activations", "recipe", "backend", "nonfinite"]
+)
 def test_what_is_no_option_of_a_group_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} is not an option of a group"):
         LODO([{"params": [parameter(3)], name: 3}])
@@ -495,7 +527,7 @@ def test_a_gradient_that_would_overflow_the_moments_is_refused_too():
     x.grad = torch.full((5,), 1e15)
     opt.step()
     x.grad = torch.full((5,), 1e15)  # no larger than the last, but the last step was
-    with pytest.raises(FloatingPointError, match=r"lr \* \|m\| of at most"):
+    with pytest.raises(FloatingPointError, match=r"lr \* \|u\| of at most"):
         opt.step()
     assert all(torch.isfinite(v).all() for v in opt._state(0).values() if isinstance(v, torch.Tensor))
 

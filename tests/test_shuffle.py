@@ -56,9 +56,7 @@ def test_enough_layers_connect_everything(n, block_size):
     for _ in range(depth):
         blocks = reached[shuffle].view(-1, block_size, hidden).any(1, keepdim=True)
         reached = blocks.expand(-1, block_size, -1).reshape(hidden, hidden)
-    if hidden % block_size**2 == 0 or block_size**depth >= block_size * hidden:
-        assert reached.all()
-    assert reached.double().mean() > 0.5
+    assert reached.all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

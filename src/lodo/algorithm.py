@@ -22,11 +22,13 @@ def step_group(
         norm *= clip
     learning = last_lr != 0  # if the last call moved x: learn from where that led
     led_to = net.g.only(state["moved"])  # what did not move had no part in it
+    if (group["guard"] or "last_step" in state) and state.setdefault("last_step", s) is not s:  # a loaded state
+        state["last_step"] = s.copy_(state["last_step"])
     if group["guard"]:
-        if state.setdefault("last_step", s) is not s:  # a loaded state
-            state["last_step"] = s.copy_(state["last_step"])
-        overshot = clip < 1.0 and learning and float(led_to.dot(s)) < 0  # x moved by -lr s, and uphill at the end
-        guard = Guard(*state["guard"]).after(norm, overshot)
+        guard = Guard(*state["guard"])
+        alarmed = learning and (clip < 1.0 or guard.trust < 1.0)
+        uphill = alarmed and float(led_to.dot(s)) < 0  # x moved by -lr s
+        guard = guard.after(norm, clip < 1.0, uphill)
         state["guard"] = tuple(guard)
         lr *= guard.trust
 

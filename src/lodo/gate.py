@@ -2,7 +2,7 @@
 
     u = (1 - w) g + w m,      dl/dw = -lr (G g') . (m - g)      with g' the gradient where the step led
 
-w starts at 1, the paper's algorithm, and is learned by Adam.
+w starts at 1, the paper's algorithm, and is learned by Adam; nothing keeps it within 0 and 1.
 """
 
 from __future__ import annotations

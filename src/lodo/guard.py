@@ -5,11 +5,12 @@ steep: each step overshoots by the ratio of the curvatures, and the gradient gro
 things show it at once, and both cost O(n) or less:
 
 * The gradient is many times longer than gradients have been lately. It is then shortened to `LIMIT` times their root
-  mean square, so that neither x nor the meta-optimizer's memory is thrown far off by what one step brings. A gradient
-  that is an outlier by itself is dealt with by that alone.
-* Its loss rises along the step that led there: ``g . (x_{t+1} - x_t) > 0``, the step went past a minimum. Then steps
-  are trusted half as much: they are halved, again and again while that goes on, until theta has unlearned its long
-  steps. Trust comes back by 2 % a step.
+  mean square, so that neither x nor the meta-optimizer's memory is thrown far off by what one step brings. That
+  alone deals with a gradient that is an outlier by itself.
+* The loss rises along the step that led there: ``g . (x_{t+1} - x_t) > 0``, the step went past a minimum. Then steps
+  are trusted half as much, again and again while that goes on, until theta has unlearned its long steps. A gradient
+  that had to be shortened but does not point uphill doubles trust again, so that gradients which grow for other
+  reasons, with either sign, do not use it up. Otherwise trust comes back by 2 % at every step that did not lead uphill.
 
 Nothing happens to a run whose gradients stay within `LIMIT` times their recent average: it is the same, bit by bit.
 The average follows a lasting change of the gradient's size, by up to 11 % a step.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 LIMIT = 5.0  # times the average: gradients of the noisy bowl stay below 3 times
 DECAY = 0.99  # of the average of squared norms
-HALVING, RECOVERY = 0.5, 1.02
+RECOVERY = 1.02
 
 
 class Guard(NamedTuple):
@@ -39,11 +40,13 @@ class Guard(NamedTuple):
         most = LIMIT * self.average
         return most / norm if 0.0 < most < norm else 1.0
 
-    def after(self, norm: float, overshot: bool) -> Guard:
-        """After a gradient, already shortened to ``norm``, where the last step overshot or did not.
+    def after(self, norm: float, clipped: bool, uphill: bool) -> Guard:
+        """After a gradient of ``norm`` that may have been shortened, and may point uphill along the last step.
 
-        >>> Guard(average=1.0, trust=0.5).after(1.0, overshot=True)
+        >>> Guard(average=1.0, trust=0.5).after(1.0, clipped=True, uphill=True)
         Guard(average=1.0, trust=0.25)
         """
         square = DECAY * self.average**2 + (1 - DECAY) * norm**2 if self.average else norm**2
-        return Guard(square**0.5, HALVING * self.trust if overshot else min(1.0, RECOVERY * self.trust))
+        average = square**0.5 if norm else self.average  # a gradient of zero tells nothing about others
+        factor = (0.5 if uphill else 2.0) if clipped else (1.0 if uphill else RECOVERY)
+        return Guard(average, min(1.0, factor * self.trust))

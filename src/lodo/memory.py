@@ -101,7 +101,7 @@ def memory_estimate(
         indices=4 * family.index_count(n) if n else 0,
         activations=kept,
         work=activations - kept + temporary,
-        vectors=(6 if chosen["momentum"] == "learned" else 5 if fused else 3) * item * n,
+        vectors=(5 if chosen["momentum"] == "learned" else 3) * item * n,
     )
 
 
@@ -122,7 +122,7 @@ def check_fits(needed: MemoryEstimate, earlier: int, device: torch.device, what:
         others = f", and {readable(earlier)} for the groups before it" if earlier else ""
         raise MemoryError(
             f"{what} needs {needed}{others}; {readable(free)} is available on {str(device)!r}. "
-            "Use recipe='robust' (about half the memory), a smaller depth, width or block_size, "
+            "Use recipe='robust' (two thirds of the memory), a smaller depth, width or block_size, "
             "preconditioner='diagonal', meta_optimizer='sgd', or train fewer parameters with LODO"
         )
 

@@ -84,12 +84,16 @@ class Network:
             **gate,
         }
 
-    def restored(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a saved state, in this network's dtype (or bfloat16 as it was) and on its device."""
-        return {name: self._own(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    def _own(self, value: Tensor) -> Tensor:
-        return self._zeros(value.shape, torch.bfloat16 if value.dtype == torch.bfloat16 else None).copy_(value)
+    def restored(
+        self, state: dict[str, Any], moments: Sequence[str], moment_dtype: torch.dtype | None
+    ) -> dict[str, Any]:
+        """A copy of a saved state, in this network's dtypes and on its device."""
+        return {
+            name: self._zeros(value.shape, moment_dtype if name in moments else None).copy_(value)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in state.items()
+        }
 
     def check_state(self, state: dict[str, Any], moments: Sequence[str], gated: bool, index: int) -> None:
         """Does a saved state belong to this network?"""

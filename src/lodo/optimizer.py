@@ -63,17 +63,19 @@ class LODO(Optimizer):
         mixing: of ``"mixing"``: ``"random"`` permutations (the paper's), ``"shuffle"`` for perfect shuffles, which
             need no index arrays and stream through memory, or ``"permuted-shuffle"``, one random permutation in front.
         momentum: what the network is fed: ``"fixed"``, the gradient average m (the paper's), or ``"learned"``, a mean
-            of m and the gradient whose weight is learned too, which makes ``beta`` uncritical.
+            of m and the gradient whose weights are learned too, which makes ``beta`` uncritical.
         meta_optimizer: what learns theta, ``"adam"``, ``"sgd"`` or ``"schedule-free"`` (two theta-sized arrays
             instead of three; for long runs on problems that do not change).
         meta_betas: Adam's decays, (0.9, 0.999) if None; of ``"schedule-free"`` the first one is its b, 0.93 if None.
         meta_eps: Adam's epsilon.
         meta_window: how many updates back ``"schedule-free"`` averages; all of them if None.
         moment_dtype: ``torch.bfloat16`` halves Adam's moments, with stochastic rounding; ``"own"`` is theta's dtype.
-        save_activations: False computes activations again instead of keeping them between steps.
+        save_activations: False computes activations again instead of keeping them between steps, which only the fused
+            kernels do.
         guard: survive outlier gradients and sudden changes of the curvature (`lodo.guard`).
         recipe: what the options left as None mean: ``"paper"``, or ``"robust"`` for ``momentum="learned"``,
             ``mixing="shuffle"``, ``moment_dtype=torch.bfloat16``, ``save_activations=False`` and ``guard=True``.
+            A configured `Preconditioner` keeps its own mixing.
         seed: draws the network; the same on every backend and device.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         nonfinite: what a NaN or infinite gradient does: ``"raise"`` an error, or ``"skip"`` the
@@ -129,6 +131,11 @@ class LODO(Optimizer):
         )
         check_choice("mixing", chosen["mixing"], MIXINGS)
         check_bool("save_activations", chosen["save_activations"])
+        if mixing is not None and preconditioner != "mixing":
+            raise ValueError(
+                f"mixing must be None unless preconditioner is 'mixing', got {mixing!r} with {preconditioner!r}; "
+                "a configured family has its own, such as Mixing(mixing='shuffle')"
+            )
         self._recipe = recipe
         self.backend = backend
         self.nonfinite = nonfinite
@@ -414,6 +421,7 @@ class LODO(Optimizer):
         lines = [super().__repr__()[:-1].rstrip()]
         for i, family in enumerate(self._families):
             lines.append(f"network {i}: n = {self._counts[i]:,}, {family}, memory {self._estimate(i)}")
+        lines.append(f"backend: {self.backend!r}, save_activations: {self.save_activations}")
         return "\n".join([*lines, ")"])
 
     # ------------------------------------------------------------ saving and loading
@@ -438,7 +446,8 @@ class LODO(Optimizer):
                 state = saved["state"].get(source["params"][0]) if net else None
                 if net and state:
                     with _lasting_tensors():
-                        self.state[group["params"][0]] = net.restored(state)
+                        moments = options.meta_optimizer(group).moments
+                        self.state[group["params"][0]] = net.restored(state, moments, group["moment_dtype"])
 
         hooks = (
             self.register_load_state_dict_pre_hook(check),

@@ -35,6 +35,8 @@ def from_recipe(recipe: str, **given: Any) -> dict[str, Any]:
 
 def complete(group: dict[str, Any], recipe: str) -> dict[str, Any]:
     """A group's options checked, filled in, and as plain data: `torch.load(weights_only=True)` reads no other."""
+    left_open = [name for name in ("momentum", "guard") if group[name] is None]
+    group = {**group, **{name: RECIPES[recipe][name] for name in left_open}}
     check(group)
     numbers = {name: float(group[name]) for name in ("meta_lr", "beta", "weight_decay", "meta_eps")}
     betas = meta.default_betas(group["meta_optimizer"]) if group["meta_betas"] is None else group["meta_betas"]
@@ -59,7 +61,9 @@ def moment_dtype(given: torch.dtype | str | None, meta_optimizer: str, recipe: s
         chosen: torch.dtype | None = RECIPES[recipe]["moment_dtype"] if adam else None
         return chosen
     if given not in (torch.bfloat16, "bfloat16", "own"):
-        raise ValueError(f"moment_dtype must be torch.bfloat16, 'own' (theta's dtype) or None, got {given!r}")
+        raise ValueError(
+            f"moment_dtype must be torch.bfloat16 or 'bfloat16', 'own' (theta's dtype) or None, got {given!r}"
+        )
     if given == "own":
         return None
     if not adam:
@@ -85,6 +89,11 @@ def check(group: dict[str, Any]) -> None:
     check_real("meta_eps", group["meta_eps"], low=0.0, open_low=True)
     if group["meta_window"] is not None:
         check_int("meta_window", group["meta_window"], low=1)
+        if group["meta_optimizer"] != "schedule-free":
+            raise ValueError(
+                f"meta_window must be None unless meta_optimizer is 'schedule-free', got {group['meta_window']} "
+                f"with {group['meta_optimizer']!r}"
+            )
     check_choice("momentum", group["momentum"], MOMENTA)
     check_bool("guard", group["guard"])
     check_int("seed", group["seed"], low=0)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 
 import numba
 import pytest
 import torch
 
+from helpers import difference, same
 from lodo import LODO, Mixing, kernels
 from lodo.kernels import cpu
 
@@ -24,24 +26,69 @@ def run(code, **environment):
     )  # fmt: skip
 
 
-def train(threads, n=9000, depth=4):
+def train(threads, n=9000, depth=4, backend="numba", **options):
+    """x and the state after five steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         x = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1)))
-        opt = LODO([x], lr=0.3, depth=depth, backend="numba")
+        opt = LODO([x], lr=0.3, depth=depth, backend=backend, **options)
         for _ in range(5):
             x.grad = torch.linspace(0.1, 1, n) * x.detach()
             opt.step()
-        return x.detach(), opt._state(0)["theta"]
+        state = opt._state(0)
+        product = opt.precondition(torch.linspace(-1, 1, n))
+        return x.detach(), state["theta"], product, {k: v for k, v in state.items() if k not in ("theta", "last_step")}
     finally:
         torch.set_num_threads(before)
 
 
-def test_the_number_of_threads_changes_nothing():
-    one, many = train(1), train(2)
-    assert torch.equal(one[0], many[0])
-    assert torch.equal(one[1], many[1])
+LARGE = {
+    "paper": {},
+    "shuffle": {"mixing": "shuffle"},
+    "permuted shuffle": {"mixing": "permuted-shuffle"},
+    "gate": {"momentum": "learned"},
+    "schedule-free": {"meta_optimizer": "schedule-free"},
+    "bfloat16": {"moment_dtype": torch.bfloat16},
+    "forgetful": {"save_activations": False},
+    "forgetful shuffle": {"save_activations": False, "mixing": "shuffle"},
+    "gate, schedule-free, shuffle": {"momentum": "learned", "meta_optimizer": "schedule-free", "mixing": "shuffle"},
+    "gate, forgetful schedule-free": {
+        "momentum": "learned", "meta_optimizer": "schedule-free", "save_activations": False,
+    },
+    "robust": {"recipe": "robust"},
+    "robust, random": {"recipe": "robust", "mixing": "random"},
+    "robust, permuted": {"recipe": "robust", "mixing": "permuted-shuffle"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_number_of_threads_changes_nothing(name):
+    """Nor do threads and the kernels for them change what is computed: the reference backend agrees."""
+    one, many = (train(threads, **LARGE[name]) for threads in (1, 2))
+    assert same(one, many)
+    x, theta, product, state = train(2, backend="reference", **LARGE[name])
+    assert difference(many[0], x) < 1e-5
+    assert difference(many[1], theta) < 1e-5
+    assert difference(many[2], product) < 1e-5
+    assert many[3].keys() == state.keys()
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert difference(many[3][key], value) < (1e-3 if value.dtype == torch.bfloat16 else 1e-5)
+    if "gate" in state:
+        assert many[3]["gate"] == pytest.approx(state["gate"], rel=1e-4)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("name", ["forgetful", "forgetful shuffle", "robust", "robust, random"])
+def test_threads_with_an_odd_number_of_layers(name, depth):
+    """Arrays that take turns are the right ones at the end."""
+    one, many, plain = train(1, depth=depth, **LARGE[name]), train(2, depth=depth, **LARGE[name]), train(
+        1, depth=depth, backend="reference", **LARGE[name]
+    )
+    assert same(one, many)
+    assert difference(many[0], plain[0]) < 1e-5
+    assert difference(many[1], plain[1]) < 1e-5
 
 
 def test_numbas_own_thread_count_is_left_alone():
@@ -68,9 +115,10 @@ def test_threads_follow_torch(monkeypatch):
 
 def test_a_long_compilation_says_so(caplog):
     with caplog.at_level(logging.WARNING, logger="lodo"):
-        cpu._ADVANCE.first(lambda: time.sleep(0.01))()
+        kernel = cpu._ADVANCE["shuffle"]
+        kernel.first(lambda: time.sleep(0.01))()
         assert caplog.text == ""
-        cpu._ADVANCE.first(lambda: time.sleep(2.2))()
+        kernel.first(lambda: time.sleep(2.2))()
     assert "compiling advance" in caplog.text
 
 
@@ -99,10 +147,10 @@ def test_without_a_place_for_the_cache_it_still_works(tmp_path):
         caching.CacheImpl._locator_classes = []
         import torch
         from lodo import LODO
-        from lodo.kernels import cpu
+        from lodo.kernels.tiles import TILE
         x = torch.nn.Parameter(torch.ones(5)); x.grad = torch.ones(5)
         LODO([x], backend="numba").step()
-        print(cpu._TILE["cache"])
+        print(TILE["cache"])
         """
     )
     assert out.stdout.strip() == "False"
@@ -110,14 +158,27 @@ def test_without_a_place_for_the_cache_it_still_works(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["share", "data", "replace"])
-@pytest.mark.parametrize("name", ["theta", "momentum", "exp_avg", "exp_avg_sq"])
-def test_state_tensors_that_move_are_followed(name, change):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("theta", {}),
+        ("momentum", {}),
+        ("exp_avg", {}),
+        ("exp_avg_sq", {}),
+        ("theta", {"momentum": "learned", "mixing": "shuffle"}),
+        ("momentum", {"momentum": "learned", "save_activations": False}),
+        ("last_gradient", {"momentum": "learned"}),
+        ("z", {"meta_optimizer": "schedule-free"}),
+        ("exp_avg", {"moment_dtype": torch.bfloat16}),
+    ],
+)
+def test_state_tensors_that_move_are_followed(name, options, change):
     """The kernels see the tensors of the state as they are now, not as they were at the first step."""
     results = []
     for backend in ("numba", "reference"):
         torch.manual_seed(0)
         x = torch.nn.Parameter(torch.randn(12, dtype=torch.float64))
-        opt = LODO([x], lr=0.1, backend=backend)
+        opt = LODO([x], lr=0.1, backend=backend, **options)
         for step in range(6):
             x.grad = torch.randn(12, dtype=torch.float64)
             opt.step()
@@ -131,6 +192,30 @@ def test_state_tensors_that_move_are_followed(name, change):
                     state[name] = 0.5 * state[name]
         results.append(x.detach())
     assert torch.allclose(*results, rtol=1e-12, atol=0)
+
+
+def test_large_work_arrays_are_gone_between_steps(monkeypatch):
+    made = []
+    make = cpu._Shuffled._make
+
+    def watched(self):
+        arrays = make(self)
+        made.extend(weakref.ref(a) for a in arrays[:4])  # activations
+        return arrays
+
+    monkeypatch.setattr(cpu._Shuffled, "_make", watched)
+    for n, depth, save in ((9000, 4, False), (9000, 4, True), (100, 4, False)):
+        made.clear()
+        x = torch.nn.Parameter(torch.randn(n))
+        opt = LODO([x], lr=0.1, depth=depth, backend="numba", mixing="shuffle", save_activations=save)
+        for _ in range(3):
+            x.grad = torch.randn(n)
+            opt.step()
+        opt.precondition(torch.randn(n))
+        freed = n == 9000 and not save
+        assert (opt._network(0).engine._work._scratch is None) == freed
+        assert len(made) == (16 if freed else 4)
+        assert all((a() is None) == freed for a in made)
 
 
 def test_replaced_tensors_are_not_kept_forever():
@@ -150,7 +235,7 @@ def test_compiled_kernels_are_cached_on_disk(tmp_path):
         from lodo.kernels import cpu
         x = torch.nn.Parameter(torch.ones(10)); x.grad = torch.ones(10)
         opt = LODO([x], backend="numba", meta_optimizer="sgd"); opt.step()
-        kernel = cpu._ADVANCE.serial
+        kernel = cpu._ADVANCE["random"].serial
         print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
     """
     environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
@@ -159,8 +244,10 @@ def test_compiled_kernels_are_cached_on_disk(tmp_path):
 
 
 def test_serial_and_parallel_kernels_do_not_share_a_cache_entry():
-    names = {cpu._ADVANCE.serial.py_func.__qualname__, cpu._ADVANCE._parallel.py_func.__qualname__}
-    assert len(names) == 2
+    """Nor do kernels for permutations and for shuffles."""
+    kernels = [*cpu._ADVANCE.values(), *cpu._APPLY.values()]
+    functions = [f.py_func for kernel in kernels for f in (kernel.serial, kernel._parallel)]
+    assert len({(f.__code__.co_filename, f.__qualname__) for f in functions}) == 8
 
 
 def test_lodo_works_without_numba():
@@ -203,4 +290,4 @@ def test_steps_from_several_python_threads():
     alone = train(2)
     with ThreadPoolExecutor(3) as pool:
         together = list(pool.map(lambda _: train(2), range(3)))
-    assert all(torch.equal(alone[1], theta) for _, theta in together)
+    assert all(torch.equal(alone[1], one[1]) for one in together)

@@ -122,11 +122,12 @@ class FusedMixing(Engine):
             again = lesson._replace(learning=False)
             before = m if last is None else last.clone()  # not itself: kernels may round overlapping arrays otherwise
             self.advance(theta, m, before, 1.0, out, meta, again, gate, last)
+            w.forget()
         self._kept = now
         M, V = (*moments, theta, theta)[:2]  # what a kernel does not use is of no matter
         past = m if last is None else last
         B, m_, g_, out_, led_to_, M_, V_, past_ = w.arrays(theta, m, g, out, led_to, M, V, past)
-        u = m_ if last is None else w.u
+        u = m_ if last is None else w.fed(m.numel())
         key = update_key(seed, t) if M.dtype == torch.bfloat16 else 0
         after = w.run(
             self._kernels[1], B, w.P, (u, m_, g_, past_, led_to_, out_), beta, w.scratch(), self._save, learning,
@@ -138,30 +139,34 @@ class FusedMixing(Engine):
 
     def _begin(self, theta: Tensor, n: int) -> _Work:
         if self._work is None:
-            shuffled = self._kernels[0] is _APPLY["shuffle"]
-            self._work = (_Shuffled if shuffled else _Permuted)(
-                theta, self.P, n, self.family.layers(n).weights, self._save
-            )
+            kind = _Shuffled if self._kernels[0] is _APPLY["shuffle"] else _Permuted
+            self._work = kind(theta, self.P, self.family.layers(n).weights, self._save)
         return self._work
 
 
 class _Work:
     """The arrays a step needs beside the state; without ``save`` large ones are there during a step only."""
 
-    def __init__(self, theta: Tensor, P: Tensor, n: int, weights: int, save: bool) -> None:
+    def __init__(self, theta: Tensor, P: Tensor, weights: int, save: bool) -> None:
         N, T, k, _, L = theta.shape
         self._dtype, self._sizes, self._save = theta.dtype, (N, T, k, L), save
         self.weights, self._hidden = weights, weights // k  # in a layer
         self.P = P.numpy().view(np.uint32)  # unsigned: no negative indices
         self._large = T >= PARALLEL_FROM
         self._chunks = np.linspace(0, T, 1 + (_CHUNKS if self._large else 1)).astype(np.int64)
-        self.u, self._Gg = self._zeros(n), self._zeros(n)
+        self._u = self._zeros(0)
         self._scratch: tuple[Any, ...] | None = None
         self._ready: dict[_Kernel, Callable[..., Any]] = {}  # what has been called before
         self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def _zeros(self, *shape: int) -> Any:
         return huge_zeros(shape, self._dtype, least=_PAGED_FROM).numpy()
+
+    def fed(self, n: int) -> Any:
+        """A vector for what is fed."""
+        if not self._u.size:
+            self._u = self._zeros(n)
+        return self._u
 
     def _spare(self) -> tuple[Any, Any]:
         """Tiles and lanes for each chunk."""
@@ -188,6 +193,10 @@ class _Work:
             call = kernel.first(call)
         return call(*arguments)
 
+    def forget(self) -> None:
+        """Let go of tensors that will not come again."""
+        self._known.clear()
+
     def arrays(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The tensors as arrays, made anew only when one of them is elsewhere than before."""
         key = tuple([x.data_ptr() for x in tensors])
@@ -200,8 +209,8 @@ class _Work:
 
 
 class _Permuted(_Work):
-    def __init__(self, theta: Tensor, P: Tensor, n: int, weights: int, save: bool) -> None:
-        super().__init__(theta, P, n, weights, save)
+    def __init__(self, theta: Tensor, P: Tensor, weights: int, save: bool) -> None:
+        super().__init__(theta, P, weights, save)
         N, T, k, L = self._sizes
         self.P = self.P.reshape(N, T, k * L)
 
@@ -216,7 +225,7 @@ class _Shuffled(_Work):
     def _make(self) -> tuple[Any, ...]:
         N, hidden = self._sizes[0], self._hidden
         a, b, c = (self._zeros(rows, hidden) for rows in (N + 1, N + 1, N + 1 if self._save else 2))
-        return (a, b, c, self._zeros(2, hidden), *self._spare(), self._chunks, self._Gg)
+        return (a, b, c, self._zeros(2, hidden), *self._spare(), self._chunks)
 
 
 def _array(x: Tensor) -> Any:

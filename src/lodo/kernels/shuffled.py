@@ -181,20 +181,20 @@ def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind,
 
 def apply(theta, q, v, work, out):
     """out = G v, leaving a and c as they are."""
-    _, b, _, _, E, _, chunks, _ = work
+    _, b, _, _, E, _, chunks = work
     _up_and_down(theta, q, v, b, b, E, chunks, out)
 
 
 def advance(theta, q, vectors, beta, work, kept, learning, scale, kind, M, V, numbers, key, weights, gated, gate):
     """As `lodo.kernels.permuted.advance`."""
-    a, b, c, d, E, Q, chunks, Gg = work
+    a, b, c, d, E, Q, chunks = work
     u, m, g, last, led_to, out = vectors
     if learning:
         down_to = -1 if gated else 0
         _learn(theta, q, u, led_to, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights)
         if gated:
-            _leave(d[0], q, Gg)
-            gate = learn_gate(gate, scale, Gg, m, last)
+            _leave(d[0], q, out)  # G g, for a moment
+            gate = learn_gate(gate, scale, out, m, last)
     feed(u, m, g, last, beta, gated, gate)
     if kept:
         _up_and_down(theta, q, u, a, c, E, chunks, out)

@@ -42,14 +42,6 @@ def norm(v):
     return np.sqrt(square)
 
 
-@njit(cache=TILE["cache"], fastmath={"contract", "reassoc"})
-def dot(v, w):
-    total = 0.0
-    for j in range(v.size):
-        total += np.float64(v[j]) * np.float64(w[j])
-    return total
-
-
 @njit(**TILE)
 def times(B, x, out):  # out = B x
     k, _, L = B.shape

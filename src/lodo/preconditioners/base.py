@@ -114,7 +114,8 @@ class Engine:
 
     def norm(self, v: Tensor) -> float:
         """The Euclidean norm; NaN or infinite if any entry is."""
-        return float(torch.linalg.vector_norm(v))
+        double = None if v.device.type == "mps" else torch.float64  # which has no double precision
+        return float(torch.linalg.vector_norm(v, dtype=double))
 
     def advance(
         self,

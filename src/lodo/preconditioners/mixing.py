@@ -81,9 +81,10 @@ class Mixing(Preconditioner):
 
         Shuffles need nothing; "permuted-shuffle" has the place of each input.
         """
-        if self.mixing != "random":
-            places = n if self.mixing == "permuted-shuffle" else 0
-            return torch.randperm(self.hidden(n), generator=rng)[:places].int()
+        if self.mixing == "shuffle":
+            return super().fixed(n, rng)
+        if self.mixing == "permuted-shuffle":
+            return torch.randperm(self.hidden(n), generator=rng)[:n].int()
         k, hidden, (T, L) = self.block_size, self.hidden(n), self.tiles(n)
         start, used = (T - 1) * k * L, hidden // k - (T - 1) * L  # of the last tile
         last = torch.arange(start, T * k * L, dtype=torch.int32).view(k, L)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -122,7 +121,7 @@ class OptionRow(Row):
 
 
 class OptionsExperiment(Experiment):
-    """The paper's algorithm with each option alone, and the recommended combinations."""
+    """The paper's algorithm with each option alone (schedule-free at rates that suit it), and combinations."""
 
     name = "bowl-options"
     title = "LODO's options beyond the paper"
@@ -190,6 +189,7 @@ class OptionsExperiment(Experiment):
         first = {cell: curves for cell, curves in results.items() if cell.variant == TABLES[0].heading}
         draw_curves(left, first, "evaluations", newton_loss())
         left.set_ylim(0.97 * newton_loss(), 2.5 * newton_loss())
+        left.set_yticks([8, 9, 10, 12, 15])
         _draw_change(right, {c: curves for c, curves in results.items() if c.variant == TABLES[-1].heading})
         return {"bowl-options": figure}
 
@@ -239,14 +239,14 @@ def _level(curve: Curve) -> float:
 
 
 def _back(curve: Curve) -> float:
-    """The end of the last stretch of 100 steps whose mean is above twice the level before."""
+    """The end of the last stretch of 100 steps whose mean is above twice the level before; at most that of the run."""
     at, stretch = _change(curve), 100
     after = _losses(curve)[at:]
     means = after[: len(after) // stretch * stretch].reshape(-1, stretch).mean(1)
     above = np.flatnonzero(~(means < 2 * _before(curve)))
     if not len(above):
         return 0.0
-    return math.inf if above[-1] == len(means) - 1 else float(stretch * (above[-1] + 1))
+    return float(stretch * (above[-1] + 1))
 
 
 def _draw_change(axes: Axes, results: Results) -> None:
@@ -258,7 +258,8 @@ def _draw_change(axes: Axes, results: Results) -> None:
         drawn = [window(curve) for curve in curves]
         shortest = min(len(y) for y in drawn)
         x = (np.arange(shortest) + 0.5) * max(1, at // 1000) - at // 10
-        band(axes, x, np.stack([y[:shortest] for y in drawn]), cell.label, looks[cell.label])
+        label = f"{cell.label} (diverges)" if any(curve.diverged for curve in curves) else cell.label
+        band(axes, x, np.stack([y[:shortest] for y in drawn]), label, looks[cell.label])
     axes.axhline(newton_loss(), color="black", ls=":", label=f"Newton ({newton_loss():.4g})")
     axes.set_yscale("log")
     axes.set_ylim(5, 1e5)
