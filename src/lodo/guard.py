@@ -8,9 +8,8 @@ things show it at once, and both cost O(n) or less:
   mean square, so that neither x nor the meta-optimizer's memory is thrown far off by what one step brings. That
   alone deals with a gradient that is an outlier by itself.
 * The loss rises along the step that led there: ``g . (x_{t+1} - x_t) > 0``, the step went past a minimum. Then steps
-  are trusted half as much, again and again while that goes on, until theta has unlearned its long steps. A gradient
-  that had to be shortened but does not point uphill doubles trust again, so that gradients which grow for other
-  reasons, with either sign, do not use it up. Otherwise trust comes back by 2 % at every step that did not lead uphill.
+  are trusted half as much, again and again while that goes on, until theta has unlearned its long steps. Afterwards
+  trust comes back by 2 % at every step that did not lead uphill.
 
 Nothing happens to a run whose gradients stay within `LIMIT` times their recent average: it is the same, bit by bit.
 The average follows a lasting change of the gradient's size, by up to 11 % a step.
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 LIMIT = 5.0  # times the average: gradients of the noisy bowl stay below 3 times
 DECAY = 0.99  # of the average of squared norms
-RECOVERY = 1.02
+RECOVERY, LEAST = 1.02, 1e-6  # of trust
 
 
 class Guard(NamedTuple):
@@ -48,5 +47,5 @@ class Guard(NamedTuple):
         """
         square = DECAY * self.average**2 + (1 - DECAY) * norm**2 if self.average else norm**2
         average = square**0.5 if norm else self.average  # a gradient of zero tells nothing about others
-        factor = (0.5 if uphill else 2.0) if clipped else (1.0 if uphill else RECOVERY)
-        return Guard(average, min(1.0, factor * self.trust))
+        factor = (0.5 if clipped else 1.0) if uphill else (1.0 if clipped else RECOVERY)
+        return Guard(average, min(1.0, max(LEAST, factor * self.trust)))
