@@ -28,7 +28,9 @@ def places(opt: LODO, group: int = 0) -> Tensor:
     if not isinstance(family, Mixing):
         return torch.arange(family.layers(n).weights)
     k, L = family.block_size, family.tiles(n)[1]
-    block, r, c = (x.reshape(-1) for x in torch.meshgrid(*map(torch.arange, (family.hidden(n) // k, k, k)), indexing="ij"))
+    block, r, c = (
+        x.reshape(-1) for x in torch.meshgrid(*map(torch.arange, (family.hidden(n) // k, k, k)), indexing="ij")
+    )
     return ((block // L * k + r) * k + c) * L + block % L
 
 

@@ -7,6 +7,7 @@ hypergradient is whatever torch's autograd finds by differentiating the loss thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ class Adam:
         return -self.rate * M / (V.sqrt() + self.eps)
 
 
-def scramble(x):
+def scramble(x: Any) -> Any:
     """A hash of 32 bits ("lowbias32"), of a number or of an array."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> shift) * factor % 2**32
@@ -105,7 +106,10 @@ class Rounding:
 
 
 class Guard:
-    """Shortens gradients that are over 5 times as long as usual; halves the steps if they also point back."""
+    """Shortens gradients that are over 5 times as long as usual; halves the steps if they also point back.
+
+    Steps grow again by 2 % whenever a gradient neither was shortened nor points back.
+    """
 
     def __init__(self) -> None:
         self.usual, self.trust = 0.0, 1.0
@@ -115,7 +119,12 @@ class Guard:
         norm = float(g.norm())
         clip = 5 * self.usual / norm if self.usual > 0 and norm > 5 * self.usual else 1.0
         uphill = step is not None and float(g @ step) > 0
-        self.trust = self.trust / 2 if clip < 1 and uphill else min(1.0, self.trust * 1.02)
+        if clip < 1 and uphill:
+            self.trust = max(self.trust / 2, 1e-6)
+        elif clip == 1 and not uphill:
+            self.trust = min(self.trust * 1.02, 1.0)
+        if norm == 0:
+            return clip
         norm *= clip
         self.usual = (0.99 * self.usual**2 + 0.01 * norm**2) ** 0.5 if self.usual > 0 else norm
         return clip
@@ -207,6 +216,8 @@ class AutogradLODO:
         c = 6 * t / ((t + 1) * (2 * t + 1))
         if self.window is not None:
             c = max(c, 1 / self.window)
-        rms = h.square().mean(tuple(range(1, h.dim())), keepdim=True).sqrt() if self.layered else h.square().mean().sqrt()
+        rms = (
+            h.square().mean(tuple(range(1, h.dim())), keepdim=True).sqrt() if self.layered else h.square().mean().sqrt()
+        )
         self.z = z - self.meta_lr * h / (rms + 1e-8)
         return (1 - c) * (y - (1 - b) * z) + (1 - b * (1 - c)) * self.z

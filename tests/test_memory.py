@@ -112,8 +112,12 @@ def test_that_is_what_a_large_network_keeps():
     estimate = memory_estimate(n, depth=4, backend="numba", **ROBUST)
     net, state = opt._network(0), opt._state(0)
     assert net.engine._work._scratch is None
-    tensors = {v.data_ptr(): v.nbytes for v in (*state.values(), net.g.vector, net.s.vector) if isinstance(v, torch.Tensor)}
-    arrays = [a for a in vars(net.engine._work).values() if isinstance(a, np.ndarray) and a is not net.engine._work._chunks]
+    tensors = {
+        v.data_ptr(): v.nbytes for v in (*state.values(), net.g.vector, net.s.vector) if isinstance(v, torch.Tensor)
+    }
+    arrays = [
+        a for a in vars(net.engine._work).values() if isinstance(a, np.ndarray) and a is not net.engine._work._chunks
+    ]
     assert sum(tensors.values()) + sum(a.nbytes for a in arrays) == estimate.resting
     kept = LODO([x], lr=1e-3, depth=4, backend="numba", **{**ROBUST, "save_activations": True})
     kept.step()

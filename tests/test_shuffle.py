@@ -102,7 +102,9 @@ def test_families_describe_themselves():
     assert repr(Mixing(2, mixing="shuffle")) == "Mixing(depth=2, block_size=4, width=2.0, mixing='shuffle')"
     group = LODO([parameter(3)], mixing="shuffle", depth=2).param_groups[0]
     assert group["preconditioner"] == repr(Mixing(2, mixing="shuffle"))
-    with pytest.raises(ValueError, match=r"mixing must be one of 'random', 'shuffle', 'permuted-shuffle', got 'riffle'"):
+    with pytest.raises(
+        ValueError, match=r"mixing must be one of 'random', 'shuffle', 'permuted-shuffle', got 'riffle'"
+    ):
         Mixing(mixing="riffle")
     explicit = LODO([parameter(3)], preconditioner=Mixing(2), recipe="robust").param_groups[0]
     assert "mixing='random'" in explicit["preconditioner"]  # a configured family is taken as it is

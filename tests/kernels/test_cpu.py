@@ -83,8 +83,10 @@ def test_the_number_of_threads_changes_nothing(name):
 @pytest.mark.parametrize("name", ["forgetful", "forgetful shuffle", "robust", "robust, random"])
 def test_threads_with_an_odd_number_of_layers(name, depth):
     """Arrays that take turns are the right ones at the end."""
-    one, many, plain = train(1, depth=depth, **LARGE[name]), train(2, depth=depth, **LARGE[name]), train(
-        1, depth=depth, backend="reference", **LARGE[name]
+    one, many, plain = (
+        train(1, depth=depth, **LARGE[name]),
+        train(2, depth=depth, **LARGE[name]),
+        train(1, depth=depth, backend="reference", **LARGE[name]),
     )
     assert same(one, many)
     assert difference(many[0], plain[0]) < 1e-5
