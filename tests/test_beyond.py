@@ -84,7 +84,7 @@ def test_fifty_steps(family, name, backend, dtype):
         learned.append(difference(before, opt._state(0)["theta"]))
     assert_agree(opt, x, oracle, TOLERANCE[dtype])
     assert max(learned) > 1e-3
-    assert (min(trust) < 0.5) == guarded
+    assert (min(trust) <= 0.5) == guarded
     if opt.param_groups[0]["momentum"] == "learned":
         assert abs(opt._state(0)["gate"][0] - 1) > 1e-3
 
@@ -216,8 +216,8 @@ def test_groups_with_options_of_their_own(groups, backend, save):
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=30)
 @given(
-    options=st.sampled_from([GATE, GATE | FORGETFUL, GATE | SCHEDULE_FREE | SHUFFLE, GATE | GUARD, ROBUST]),
-    family=st.sampled_from(["mixing", "mixing", "diagonal"]),
+    options=st.sampled_from([GATE, GATE | FORGETFUL, GATE | SCHEDULE_FREE, GATE | GUARD, ROBUST]),
+    family=st.sampled_from([Mixing(3), Mixing(3, mixing="shuffle"), "diagonal"]),
     beta=st.sampled_from([0.0, 0.6, 0.9]),
     weight_decay=st.sampled_from([0.0, 0.2]),
     maximize=st.booleans(),
@@ -236,8 +236,8 @@ def test_odd_runs(backend, options, family, beta, weight_decay, maximize, run):
     f, _ = quadratic(15)
     a, b = (torch.nn.Parameter(torch.randn(n, dtype=torch.float64)) for n in (9, 6))
     opt = LODO(
-        [a, b], beta=beta, weight_decay=weight_decay, maximize=maximize, preconditioner=family, depth=3,
-        backend=backend, **options,
+        [a, b], beta=beta, weight_decay=weight_decay, maximize=maximize, preconditioner=family, backend=backend,
+        **options,
     )  # fmt: skip
     oracle = oracle_for(opt, torch.cat([a, b]).detach())
     for lr, present, steepness in run:

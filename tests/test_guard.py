@@ -193,8 +193,8 @@ def test_trust_does_not_come_back_before_theta_has_learned(options):
         x.grad = D * away
         losses.append(float((D * away**2).sum()) / (1000 if t >= 1000 else 1))
         opt.step()
-    assert max(losses[1010:]) < 100 * sum(losses[900:1000]) / 100
-    assert sum(losses[-500:]) / 500 < 2 * sum(losses[500:1000]) / 500
+    assert max(losses[1010:]) < 1000 * sum(losses[900:1000]) / 100  # 1e5 times and more if trust came back at once
+    assert sum(losses[1010:3000]) / 1990 < 2 * sum(losses[500:1000]) / 500
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -132,6 +132,13 @@ def test_groups_follow_the_recipe_and_override_it():
     opt.step()
 
 
+def test_none_in_a_group_leaves_it_to_the_recipe():
+    nothing = {"momentum": None, "guard": None, "moment_dtype": None}
+    for recipe, expected in (("paper", PAPER), ("robust", ROBUST)):
+        opt = LODO([{"params": [parameter(3)], **nothing}], recipe=recipe)
+        assert chosen(opt) == expected
+
+
 def test_a_copy_keeps_the_recipe():
     opt = copy.deepcopy(LODO([parameter(3)], recipe="robust"))
     opt.add_param_group({"params": [parameter(2)]})
@@ -150,12 +157,21 @@ def test_a_copy_keeps_the_recipe():
         ({"momentum": 0.9}, r"momentum must be one of 'fixed', 'learned', got 0.9"),
         ({"mixing": "riffle"}, r"mixing must be one of 'random', 'shuffle', 'permuted-shuffle', got 'riffle'"),
         ({"mixing": "riffle", "preconditioner": "diagonal"}, r"mixing must be one of .* got 'riffle'"),
+        (
+            {"mixing": "shuffle", "preconditioner": "diagonal"},
+            r"mixing must be None unless preconditioner is 'mixing', got 'shuffle' with 'diagonal'",
+        ),
+        (
+            {"mixing": "random", "preconditioner": Mixing(3)},
+            r"mixing must be None unless .* got 'random' with Mixing\(",
+        ),
+        ({"meta_window": 5}, r"meta_window must be None unless meta_optimizer is 'schedule-free', got 5 with 'adam'"),
         ({"guard": 1}, r"guard must be True or False, got 1"),
         ({"save_activations": "no"}, r"save_activations must be True or False, got 'no'"),
         ({"meta_window": 0}, r"meta_window must be an integer >= 1, got 0"),
         ({"meta_window": 1.5, "meta_optimizer": "schedule-free"}, r"meta_window must be an integer >= 1, got 1.5"),
-        ({"moment_dtype": torch.float16}, r"moment_dtype must be torch.bfloat16, 'own' .* or None, got torch.float16"),
-        ({"moment_dtype": "half"}, r"moment_dtype must be torch.bfloat16, 'own' .* or None, got 'half'"),
+        ({"moment_dtype": torch.float16}, r"moment_dtype must be torch.bfloat16 .*'own' .* or None, got torch.float16"),
+        ({"moment_dtype": "half"}, r"moment_dtype must be torch.bfloat16 .*'own' .* or None, got 'half'"),
         (
             {"moment_dtype": torch.bfloat16, "meta_optimizer": "schedule-free"},
             r"moment_dtype must be None unless meta_optimizer is 'adam': 'schedule-free' .* got torch.bfloat16",

@@ -12,7 +12,6 @@ import torch
 from helpers import BACKENDS, FAMILIES, give_gradients, parameter, same, snapshot
 from lodo import LODO, Mixing
 
-
 OPTIONS = {
     "gate": {"momentum": "learned"},
     "forgetful gate": {"momentum": "learned", "save_activations": False},

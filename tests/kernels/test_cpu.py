@@ -26,12 +26,12 @@ def run(code, **environment):
     )  # fmt: skip
 
 
-def train(threads, n=9000, depth=4, backend="numba", **options):
+def train(threads, n=9000, depth=4, backend="numba", dtype=torch.float32, **options):
     """x and the state after five steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        x = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1)))
+        x = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype))
         opt = LODO([x], lr=0.3, depth=depth, backend=backend, **options)
         for _ in range(5):
             x.grad = torch.linspace(0.1, 1, n) * x.detach()
@@ -77,6 +77,12 @@ def test_the_number_of_threads_changes_nothing(name):
             assert difference(many[3][key], value) < (1e-3 if value.dtype == torch.bfloat16 else 1e-5)
     if "gate" in state:
         assert many[3]["gate"] == pytest.approx(state["gate"], rel=1e-4)
+
+
+def test_the_number_of_threads_changes_nothing_in_double_precision():
+    """The root mean square of a layer is a sum over all of it, whose order single precision would hide."""
+    one, many = (train(threads, dtype=torch.float64, meta_optimizer="schedule-free") for threads in (1, 2))
+    assert same(one, many)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -91,7 +91,7 @@ class FusedMixing(Engine):
         self._kernels = _APPLY[mixing], _ADVANCE[mixing]
         self._save = save_activations
         self._work: _Work | None = None  # made at the first use, when theta's dtype is known
-        self._kept: tuple[int, ...] = ()  # whose activations the work arrays hold
+        self._kept: tuple[object, ...] = ()  # whose activations the work arrays hold
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
         w, out = self._begin(theta, v.numel()), torch.empty_like(v)
@@ -115,15 +115,13 @@ class FusedMixing(Engine):
         last: Tensor | None = None,
     ) -> Gate | None:
         w = self._begin(theta, m.numel())
-        # torch counts what it writes to a tensor
-        now = theta.data_ptr(), theta._version, m.data_ptr(), m._version
         learning, led_to, scale, moments, t, meta_lr, seed = lesson
-        if learning and self._kept != now:  # the first step after loading a state: feed what was fed again
+        if learning and self._kept != _belonging(theta, m, last, gate):
+            # the first step after loading a state: feed what was fed again
             again = lesson._replace(learning=False)
             before = m if last is None else last.clone()  # not itself: kernels may round overlapping arrays otherwise
             self.advance(theta, m, before, 1.0, out, meta, again, gate, last)
             w.forget()
-        self._kept = now
         M, V = (*moments, theta, theta)[:2]  # what a kernel does not use is of no matter
         past = m if last is None else last
         B, m_, g_, out_, led_to_, M_, V_, past_ = w.arrays(theta, m, g, out, led_to, M, V, past)
@@ -135,7 +133,9 @@ class FusedMixing(Engine):
             tuple(gate or Gate()),
         )  # fmt: skip
         w.end()
-        return None if gate is None else Gate(*after)
+        gate = None if gate is None else Gate(*after)
+        self._kept = _belonging(theta, m, last, gate)
+        return gate
 
     def _begin(self, theta: Tensor, n: int) -> _Work:
         if self._work is None:
@@ -226,6 +226,12 @@ class _Shuffled(_Work):
         N, hidden = self._sizes[0], self._hidden
         a, b, c = (self._zeros(rows, hidden) for rows in (N + 1, N + 1, N + 1 if self._save else 2))
         return (a, b, c, self._zeros(2, hidden), *self._spare(), self._chunks)
+
+
+def _belonging(theta: Tensor, m: Tensor, last: Tensor | None, gate: Gate | None) -> tuple[object, ...]:
+    """Tells whether activations belong to these: torch counts what it writes to a tensor."""
+    key = theta.data_ptr(), theta._version, m.data_ptr(), m._version
+    return key if last is None else (*key, last.data_ptr(), last._version, gate)
 
 
 def _array(x: Tensor) -> Any:
