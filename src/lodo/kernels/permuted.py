@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit, prange
 
 from lodo.kernels.gating import feed, learn_gate
-from lodo.kernels.tiles import TILE, add_squares, layer_key, times, times_transposed, update
+from lodo.kernels.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
 from lodo.meta import SCHEDULE_FREE
 
 
@@ -98,7 +98,7 @@ def _learn(theta, P, u, g, x, y, E, Q, chunks, Pa, Pb, c, kept, scale, down_to, 
             for j in prange(chunks.size - 1):
                 for t in range(chunks[j], chunks[j + 1]):
                     add_squares(d[t], Pa[i, t], c_i[t], Pb[i, t], Q[j])
-            rms = abs(scale) * np.sqrt(Q.sum() / weights)
+            rms = abs(scale) * np.sqrt(total(Q) / weights)
         bits = layer_key(key, i)
         for j in prange(chunks.size - 1):
             for t in range(chunks[j], chunks[j + 1]):

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit, prange
 
 from lodo.kernels.gating import feed, learn_gate
-from lodo.kernels.tiles import TILE, add_squares, layer_key, times, times_transposed, update
+from lodo.kernels.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
 from lodo.meta import SCHEDULE_FREE
 
 # Rows are taken out of a tile before they are looped over: only so does LLVM see that it may use vector instructions.
@@ -158,7 +158,7 @@ def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind,
                     _read_runs(a[i], blocks, t, E[j, 2])
                     _read_runs(b[i], blocks, t, E[j, 3])
                     add_squares(E[j, 0], E[j, 2], E[j, 1], E[j, 3], Q[j])
-            rms = abs(scale) * np.sqrt(Q.sum() / weights)
+            rms = abs(scale) * np.sqrt(total(Q) / weights)
         bits = layer_key(key, i)
         for j in prange(chunks.size - 1):
             for t in range(chunks[j], chunks[j + 1]):

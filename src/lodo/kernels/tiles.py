@@ -186,6 +186,15 @@ def add_squares(d, Pa, c, Pb, total):
 
 
 @njit(**TILE)
+def total(Q):  # in one order, which Q.sum() would not have in a kernel for many threads
+    summed = 0.0
+    for j in range(Q.shape[0]):
+        for l in range(Q.shape[1]):
+            summed += Q[j, l]
+    return summed
+
+
+@njit(**TILE)
 def update(kind, B, M, V, d, Pa, c, Pb, scale, numbers, rms, key, start):
     """One tile's weights and moments, from d, P a, c, P b of its blocks."""
     real = B.dtype.type
