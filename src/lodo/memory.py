@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lodo import meta, options
-from lodo._checks import check_choice, check_int
+from lodo._checks import check_bool, check_choice, check_int
 from lodo.kernels import BACKENDS
 from lodo.preconditioners import Preconditioner, select
 
@@ -84,6 +84,8 @@ def memory_estimate(
     chosen = options.from_recipe(recipe, mixing=mixing, momentum=momentum, save_activations=save_activations)
     half = options.moment_dtype(moment_dtype, meta_optimizer, recipe)
     save = chosen["save_activations"]
+    check_choice("momentum", chosen["momentum"], options.MOMENTA)
+    check_bool("save_activations", save)
     family = select(preconditioner, depth, block_size, width, chosen["mixing"])
     fused = family.fused(backend, torch.device(device))
     item = dtype.itemsize

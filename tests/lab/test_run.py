@@ -266,7 +266,7 @@ def test_bad_settings_are_named(settings, name):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"task": "bowel"}, "task must be one of 'bowl', 'rosenbrock', got 'bowel'"),
+        ({"task": "bowel"}, "task must be one of 'bowl', .*, got 'bowel'"),
         ({"options": {"learning_rate": 1}}, "learning_rate"),
         ({"task_options": {"n": 0}}, "n must be"),
         ({"task_options": {"size": 3}}, "size"),
@@ -311,8 +311,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tmp_path):
     program = f"""
         import logging, resource, sys
         from pathlib import Path
-        from interruptions import interrupted, same_but_for_time
-from lodo.lab import run as module
+        from lodo.lab import run as module
         logging.basicConfig()
         module._BREATH = 0.01
         folder = Path({str(tmp_path)!r})
