@@ -10,7 +10,7 @@ test: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=worksteal
 
 bench: setup
 	$(BIN)/python benchmarks/bench.py

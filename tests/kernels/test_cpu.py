@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 import time
 import weakref
+from pathlib import Path
 
 import numba
 import pytest
 import torch
 
+import lodo
 from helpers import difference, same
 from lodo import LODO, Mixing, kernels
 from lodo.kernels import cpu
@@ -155,10 +158,9 @@ def test_without_a_place_for_the_cache_it_still_works(tmp_path):
         caching.CacheImpl._locator_classes = []
         import torch
         from lodo import LODO
-        from lodo.kernels.tiles import TILE
-        x = torch.nn.Parameter(torch.ones(5)); x.grad = torch.ones(5)
-        LODO([x], backend="numba").step()
-        print(TILE["cache"])
+        from lodo.kernels import cpu
+        LODO([torch.nn.Parameter(torch.ones(5))], backend="numba").precondition(torch.ones(5))
+        print(cpu._CACHE)
         """
     )
     assert out.stdout.strip() == "False"
@@ -241,14 +243,30 @@ def test_compiled_kernels_are_cached_on_disk(tmp_path):
         import torch
         from lodo import LODO
         from lodo.kernels import cpu
-        x = torch.nn.Parameter(torch.ones(10)); x.grad = torch.ones(10)
-        opt = LODO([x], backend="numba", meta_optimizer="sgd"); opt.step()
-        kernel = cpu._ADVANCE["random"].serial
+        LODO([torch.nn.Parameter(torch.ones(10))], backend="numba").precondition(torch.ones(10))
+        kernel = cpu._APPLY["random"].serial
         print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
     """
     environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
     assert run(code, **environment).stdout.split() == ["0", "1"]
     assert run(code, **environment).stdout.split() == ["1", "0"]
+
+
+def test_a_changed_source_is_compiled_again(tmp_path):
+    """Also where it is not the kernel's own file that changed, which Numba would not notice."""
+    compiled = shutil.ignore_patterns("__pycache__")
+    package = shutil.copytree(Path(lodo.__file__).parent, tmp_path / "lodo", ignore=compiled)
+    code = """
+        import torch
+        from lodo import LODO
+        x = torch.nn.Parameter(torch.ones(10))
+        print(LODO([x], backend="numba").precondition(torch.ones(10)).mean().item())
+    """
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    assert float(run(code, **environment).stdout) == pytest.approx(1)
+    tiles = package / "kernels" / "tiles.py"
+    tiles.write_text(tiles.read_text().replace("+ B[3, r, l] * x[3, l]", "+ B[3, r, l] * 0"))
+    assert float(run(code, **environment).stdout) < 0.9
 
 
 def test_serial_and_parallel_kernels_do_not_share_a_cache_entry():

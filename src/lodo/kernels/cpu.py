@@ -9,7 +9,10 @@ times and writes it once; or, to save memory, it computes them again.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,10 +22,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lodo import gate as gates
+from lodo import meta as metas
 from lodo._notice import notice
 from lodo.gate import Gate
-from lodo.kernels import permuted, shuffled
-from lodo.kernels.tiles import TILE, norm
+from lodo.kernels import gating, permuted, shuffled, tiles
 from lodo.memory import huge_zeros
 from lodo.meta import MetaOptimizer
 from lodo.preconditioners.base import Engine, Lesson, Preconditioner
@@ -36,10 +40,29 @@ _PAGED_FROM = 1 << 16  # bytes of an array that is worth pages of its own
 _MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when Numba loads
 
 
+_log = logging.getLogger("lodo")
+
+
+def _can_cache() -> bool:
+    """Is there a place on disk for compiled kernels?"""
+    try:
+        njit(cache=True)(lambda: None)
+    except RuntimeError:
+        _log.warning("lodo: no writable folder for compiled kernels (set NUMBA_CACHE_DIR): compiling in every process")
+        return False
+    return True
+
+
+_CACHE = _can_cache()
+_SOURCES = [Path(str(module.__file__)) for module in (gates, metas, gating, permuted, shuffled, tiles)]
+_VERSION = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()[:8]
+
+
 class _Kernel:
     """A pass compiled twice, each at its first use: for one thread and for many.
 
-    Numba's disk cache does not tell the two apart by itself, so each has a name of its own.
+    Numba's disk cache tells neither the two apart nor what was compiled before a function that they call was changed,
+    so each has a name of its own, with a version made of all their sources.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -49,10 +72,10 @@ class _Kernel:
 
     @staticmethod
     def _compile(function: FunctionType, parallel: bool) -> Callable[..., Any]:
-        name = f"{function.__name__}_{'parallel' if parallel else 'serial'}"
+        name = f"{function.__name__}_{'parallel' if parallel else 'serial'}_{_VERSION}"
         twin = FunctionType(function.__code__, function.__globals__, name)
         twin.__qualname__, twin.__module__ = name, function.__module__
-        compiled: Callable[..., Any] = njit(parallel=parallel, **TILE)(twin)
+        compiled: Callable[..., Any] = njit(parallel=parallel, cache=_CACHE, **tiles.TILE)(twin)
         return compiled
 
     def parallel(self, *arguments: object) -> Any:
@@ -80,6 +103,15 @@ class _Kernel:
 _APPLY = {"random": _Kernel(permuted.apply), "shuffle": _Kernel(shuffled.apply)}
 _ADVANCE = {"random": _Kernel(permuted.advance), "shuffle": _Kernel(shuffled.advance)}
 
+
+@njit(cache=_CACHE, fastmath={"contract", "reassoc"})
+def _norm(v: Any) -> Any:
+    square = 0.0
+    for x in v:
+        square += np.float64(x) * np.float64(x)
+    return np.sqrt(square)
+
+
 # ---------------------------------------------------------------- the engine
 
 
@@ -100,7 +132,7 @@ class FusedMixing(Engine):
         return out
 
     def norm(self, v: Tensor) -> float:
-        return float(norm(v.numpy() if self._work is None else self._work.arrays(v)[0]))
+        return float(_norm(v.numpy() if self._work is None else self._work.arrays(v)[0]))
 
     def advance(
         self,

@@ -7,7 +7,6 @@ and applies the meta-optimizer to it in registers, so that the hypergradient is 
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -16,30 +15,9 @@ from numba.extending import overload
 
 from lodo.meta import ADAM, SCHEDULE_FREE
 
-_log = logging.getLogger("lodo")
-
-
-def _can_cache() -> bool:
-    """Is there a place on disk for compiled kernels?"""
-    try:
-        njit(cache=True)(lambda: None)
-    except RuntimeError:
-        _log.warning("lodo: no writable folder for compiled kernels (set NUMBA_CACHE_DIR): compiling in every process")
-        return False
-    return True
-
-
 # "contract" and "nsz" allow fused multiply-adds and nothing else: no reordering, so that results
 # do not depend on the number of threads. The NumPy error model has no branch in a division.
-TILE: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}, "cache": _can_cache()}
-
-
-@njit(cache=TILE["cache"], fastmath={"contract", "reassoc"})
-def norm(v):
-    square = 0.0
-    for x in v:
-        square += np.float64(x) * np.float64(x)
-    return np.sqrt(square)
+TILE: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}}
 
 
 @njit(**TILE)
