@@ -1,16 +1,19 @@
-"""What is fed to the network, on CPUs."""
+"""What is fed to the network, on CPUs.
+
+Without fused multiply-adds: which of two products of a sum is fused would be the compiler's choice, and another one in
+a kernel for many threads.
+"""
 
 from __future__ import annotations
 
 from numba import njit
 
 from lodo import gate as gates
-from lodo.kernels.tiles import TILE
 
-_updated = njit(**TILE)(gates.updated)
+_updated = njit(error_model="numpy")(gates.updated)
 
 
-@njit(**TILE)
+@njit(error_model="numpy")
 def learn_gate(gate, scale, Gg, m, last):
     """The gate after the last step, from G g, the momentum and the gradient it was between."""
     slope = 0.0
@@ -19,7 +22,7 @@ def learn_gate(gate, scale, Gg, m, last):
     return _updated(gate, scale * slope)
 
 
-@njit(**TILE)
+@njit(error_model="numpy")
 def feed(u, m, g, last, beta, gated, gate):
     """m = beta m + (1 - beta) g, and u = m or, gated, (1 - w) g + w m; ``last`` remembers g."""
     real = m.dtype.type
