@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
-import torch
 
 from lodo.lab import run as module
-from lodo.lab.files import read_checked
+from lodo.lab.files import load_state
 from lodo.lab.run import execute
 
 
@@ -37,5 +34,5 @@ def interrupted(run, folder, monkeypatch, after):
     with pytest.raises(Killed):
         execute(run, folder, checkpoint_every=-1, progress=progress)
     monkeypatch.undo()
-    state = torch.load(io.BytesIO(read_checked(run.checkpoint_path(folder))), weights_only=True)
+    state = load_state(run.checkpoint_path(folder))
     assert 0 < state["evaluations"] < run.evaluations

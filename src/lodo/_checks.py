@@ -7,16 +7,17 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 
 
-def check_int(name: str, value: object, *, low: int) -> None:
-    """``value`` is an integer of at least ``low``.
+def check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    """``value`` is an integer of at least ``low`` and at most ``high``.
 
     >>> check_int("depth", 0, low=1)
     Traceback (most recent call last):
     ...
     ValueError: depth must be an integer >= 1, got 0
     """
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or int(value) < low or (high is not None and int(value) > high):  # type: ignore[call-overload]
+        raise ValueError(f"{name} must be an integer >= {low}{f' and <= {high}' if high else ''}, got {value!r}")
 
 
 def check_real(name: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False) -> None:

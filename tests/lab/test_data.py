@@ -1,17 +1,61 @@
-"""Data files: read right, missing or damaged ones named, the same data recognised anywhere."""
+"""Data files: read right, missing ones downloaded, damaged ones named, the same data recognised anywhere."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import hashlib
+import io
+import json
 import os
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from digits import REAL, idx, imitation, write_mnist
-from lodo.lab.data import MNIST_DIGEST, MNIST_FILES, VARIABLE, check_digest, mnist, read_idx, using
+from digits import (
+    REAL,
+    REAL_CIFAR10,
+    cifar10_files,
+    idx,
+    imitation,
+    mnist_files,
+    take_offline,
+    write_cifar10,
+    write_mnist,
+)
+from lodo.lab.data import (
+    CIFAR10_DIGEST,
+    CIFAR10_FILES,
+    DIGITS_DIGEST,
+    MNIST_DIGEST,
+    MNIST_FILES,
+    VARIABLE,
+    batches,
+    check_digest,
+    cifar10,
+    digits,
+    load,
+    mnist,
+    read_batch,
+    read_idx,
+    using,
+)
+
+
+@pytest.fixture(autouse=True)
+def nobody(tmp_path, monkeypatch):
+    """No test goes to the real network or into the user's cache."""
+    return take_offline(monkeypatch, tmp_path / "cache")
 
 
 def digest_of(folder):
@@ -71,27 +115,6 @@ def test_a_set_is_read_whole_and_once(tmp_path):
         np.testing.assert_array_equal(tensor.numpy(), array)
 
 
-def test_without_a_folder_the_error_says_how_to_give_one(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(ValueError, match=r"^data must be a folder with mnist/ in it, got none") as error:
-        mnist()
-    for hint in ("--data DIR", "LODO_DATA", *MNIST_FILES):
-        assert hint in str(error.value)
-
-
-def test_missing_files_are_named_and_no_others(tmp_path):
-    folder = write_mnist(tmp_path)
-    (folder / "mnist" / MNIST_FILES[2]).unlink()
-    with using(folder), pytest.raises(ValueError, match=f"{MNIST_FILES[2]} is missing in") as error:
-        mnist()
-    assert repr(str(folder / "mnist")) in str(error.value)
-    assert MNIST_FILES[0] not in str(error.value)
-    with using(tmp_path / "nowhere"), pytest.raises(ValueError, match="are missing") as error:
-        mnist()
-    for name in MNIST_FILES:
-        assert name in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("at", "change", "said"),
     [
@@ -140,6 +163,608 @@ def test_a_folder_is_used_for_a_while(tmp_path, monkeypatch):
     assert VARIABLE not in os.environ
     with using(None):
         assert VARIABLE not in os.environ
+    for word in ("digits", Path("digits")):
+        with using(word):
+            assert os.environ[VARIABLE] == "digits"
+    for folder in ("./digits", tmp_path / "digits"):
+        with using(folder):
+            assert os.environ[VARIABLE] == str(tmp_path / "digits")
+
+
+# ---------------------------------------------------------------- fuzzed files
+
+
+ORIGINAL = np.random.default_rng(0).integers(0, 256, (3, 4, 5), dtype=np.uint8)
+PACKINGS = [gzip.compress(idx(ORIGINAL), level, mtime=0) for level in (0, 9)]
+RECORDS = cifar10_files(number=3)[CIFAR10_FILES[0]]
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("scratch")
+
+
+def read_or_named(read, path, *args):
+    """What is in the file, or None if an error names it."""
+    try:
+        return read(path, *args)
+    except ValueError as error:
+        return None if str(error).startswith(str(path)) else pytest.fail(f"{error} does not name {path}")
+
+
+def alterations(content):
+    """The content cut short, or with one byte changed."""
+    at = st.integers(0, len(content) - 1)
+    cut = at.map(lambda end: content[:end])
+    return cut | st.tuples(at, st.integers(1, 255)).map(lambda change: _altered(content, *change))
+
+
+def _altered(content, at, difference):
+    return content[:at] + bytes([content[at] ^ difference]) + content[at + 1 :]
+
+
+@given(st.sampled_from(PACKINGS).flatmap(alterations))
+@example(PACKINGS[0])
+@example(PACKINGS[1])
+def test_fuzzed_idx_files_are_read_right_or_named(scratch, content):
+    path = scratch / "fuzzed.gz"
+    path.write_bytes(content)
+    found = read_or_named(read_idx, path, 3)
+    assert found is not None or content not in PACKINGS
+    if found is not None:
+        np.testing.assert_array_equal(found.numpy(), ORIGINAL)
+
+
+def test_every_cut_of_an_idx_file_is_refused(scratch):
+    for packed in PACKINGS:
+        for end in range(len(packed)):
+            (scratch / "cut.gz").write_bytes(packed[:end])
+            with pytest.raises(ValueError, match=r"cut\.gz"):
+                read_idx(scratch / "cut.gz", 3)
+
+
+@given(alterations(RECORDS))
+@example(RECORDS)
+@example(RECORDS[:3073])
+@example(RECORDS + b"x")
+@example(RECORDS + RECORDS[:3073])
+def test_fuzzed_batches_are_read_right_or_named(scratch, content):
+    """As many images as the original has must be the original; fewer whole ones are read as they are."""
+    path = scratch / CIFAR10_FILES[0]
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "RECORDS", 3)
+        patch.setitem(batches.CIFAR10_MD5, path.name, md5(RECORDS))
+        found = read_or_named(read_batch, path)
+    assert found is not None or content != RECORDS
+    if found is not None:
+        assert found.numpy().tobytes() == content
+        assert RECORDS.startswith(content)
+
+
+# ---------------------------------------------------------------- CIFAR-10
+
+
+def test_cifar10_is_read_whole_and_once(tmp_path):
+    files = cifar10_files(number=4)
+    with using(write_cifar10(tmp_path, files)):
+        found = cifar10()
+        assert cifar10() is found
+        assert load("cifar10") is found
+    assert found.train.images.shape == (20, 3, 32, 32)
+    assert found.test.images.shape == (4, 3, 32, 32)
+    assert found.train.images.dtype == found.train.labels.dtype == torch.uint8
+    assert found.digest == hashlib.sha256(b"".join(files.values())).hexdigest()[:12]
+    third = files["data_batch_3.bin"]  # images 8 to 11
+    assert found.train.labels[9] == third[3073]
+    for color, row, column in ((0, 0, 0), (1, 2, 3), (2, 31, 31)):
+        assert found.train.images[9, color, row, column] == third[3073 + 1 + 1024 * color + 32 * row + column]
+    assert found.test.images[1].numpy().tobytes() == files["test_batch.bin"][3074:6146]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda content: b"", "cut short .* got 0 bytes"),
+        (lambda content: content[:-1], "cut short .* got 12,291 bytes"),
+        (lambda content: content + b"x", "12,293 bytes"),
+        (lambda content: b"\x0a" + content[1:], "must have labels from 0 to 9, got 10"),
+        (lambda content: content * 2501, "must have 1 to 10,000 images"),
+        (lambda content: content * 2500, "is damaged: it must have the md5 ae636b3ba5c66a11e91e8cb52e771fcb, got"),
+    ],
+)
+def test_a_damaged_batch_is_named(change, said, tmp_path):
+    files = cifar10_files(number=4)
+    files["data_batch_4.bin"] = change(files["data_batch_4.bin"])
+    folder = write_cifar10(tmp_path, files)
+    with using(folder), pytest.raises(ValueError, match=said) as error:
+        cifar10()
+    assert str(error.value).startswith(str(folder / "cifar-10-batches-bin" / "data_batch_4.bin"))
+
+
+def test_an_original_batch_cut_between_images_is_named(tmp_path, monkeypatch):
+    files = cifar10_files(number=4)
+    monkeypatch.setattr(batches, "RECORDS", 4)
+    monkeypatch.setattr(batches, "CIFAR10_MD5", {name: md5(content) for name, content in files.items()})
+    files["data_batch_2.bin"] = files["data_batch_2.bin"][:-3073]
+    with using(write_cifar10(tmp_path, files)), pytest.raises(ValueError, match=r"data_batch_2.bin is cut short: it"):
+        cifar10()
+
+
+# ---------------------------------------------------------------- the digits of scikit-learn
+
+
+def test_the_digits_need_no_file():
+    with using(Path("digits")):
+        found = digits()
+        assert load("mnist") is load("cifar10") is found
+        with pytest.raises(ValueError, match="data must be a folder for this set, got 'digits'"):
+            mnist()
+    assert found.digest == DIGITS_DIGEST
+    assert found.train.images.shape == (1500, 8, 8)
+    assert found.test.images.shape == (297, 8, 8)
+    assert found.train.images.dtype == found.train.labels.dtype == torch.uint8
+    assert found.train.labels[:10].tolist() == list(range(10))
+    assert found.train.images[0, 0].tolist() == [0, 0, 79, 207, 143, 15, 0, 0]  # 0, 0, 5, 13, 9, 1, 0, 0
+    assert found.train.images.unique().tolist() == [shade * 255 // 16 for shade in range(17)]
+
+
+def test_a_folder_called_digits_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_mnist(tmp_path / "digits", imitation(train=20, test=10))
+    with using("./digits"):
+        assert load("mnist").train.images.shape == (20, 28, 28)
+    monkeypatch.setenv(VARIABLE, "./digits")
+    assert load("mnist").train.images.shape == (20, 28, 28)
+
+
+def test_without_scikit_learn_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match=r"digits need scikit-learn, of the extra lab: pip install 'lodo\[lab\]'"):
+        digits.__wrapped__()
+
+
+def test_other_names_are_refused():
+    with pytest.raises(ValueError, match="name must be one of 'mnist', 'cifar10', got 'digits'"):
+        load("digits")
+
+
+# ---------------------------------------------------------------- downloads
+
+
+def md5(content):
+    return hashlib.md5(content).hexdigest()
+
+
+class Mirror(ThreadingHTTPServer):
+    """Serves ``files``, and can be told to stop in the middle.
+
+    Args:
+        files: contents by their paths.
+        ranges: whether it continues where it is asked to.
+
+    ``stops`` are the numbers of bytes after which the next answers stop; they then end, or wait if ``patient`` until
+    `release` is called.
+    """
+
+    def __init__(self, files, ranges=True):
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.files, self.ranges, self.patient = files, ranges, False
+        self.stops, self.asked, self.sent = [], [], 0
+        self.counting, self.released = threading.Lock(), threading.Event()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/"
+
+    def release(self):
+        self.released.set()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        mirror, name, wanted = self.server, self.path[1:], self.headers["Range"]
+        with mirror.counting:
+            mirror.asked.append((name, wanted))
+            stop = mirror.stops.pop(0) if mirror.stops else None
+        if name not in mirror.files:
+            self.send_error(404)
+            return
+        content, begin = mirror.files[name], 0
+        if wanted and mirror.ranges:
+            begin = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            if begin >= len(content):
+                self.send_error(416)
+                return
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(content) - begin))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            if stop is not None:
+                self._send(content[begin : begin + stop])
+                if not mirror.patient:
+                    return
+                mirror.released.wait(60)
+                begin += stop
+            self._send(content[begin:])
+
+    def _send(self, content):
+        for at in range(0, len(content), 4096):
+            self.wfile.write(content[at : at + 4096])
+            with self.server.counting:
+                self.server.sent += len(content[at : at + 4096])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def serve():
+    """Start mirrors that end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(files, **options):
+            mirror = stack.enter_context(Mirror(files, **options))
+            thread = threading.Thread(target=mirror.serve_forever, kwargs={"poll_interval": 0.02})
+            thread.start()
+            for end in (thread.join, mirror.shutdown, mirror.release):
+                stack.callback(end)
+            return mirror
+
+        yield start
+
+
+FILES = mnist_files()
+SIZE = sum(map(len, FILES.values()))
+FIRST = MNIST_FILES[0]
+HALF = len(FILES[FIRST]) // 2
+
+
+@pytest.fixture
+def mirror(serve, monkeypatch):
+    """A mirror with an imitation of MNIST that counts as the original."""
+    made = serve(FILES)
+    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MIRRORS", (made.url,))
+    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MD5", {name: md5(content) for name, content in FILES.items()})
+    return made
+
+
+def holds(folder, files):
+    """Whether these files are there, and no others but the lock."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    return found == files
+
+
+def test_missing_files_are_downloaded(mirror, tmp_path, capsys):
+    with using(tmp_path / "new"):
+        found = mnist()
+        assert mnist() is found
+    np.testing.assert_array_equal(found.train.images.numpy(), imitation()[0])
+    assert holds(tmp_path / "new" / "mnist", FILES)
+    assert mirror.sent == SIZE
+    shown = capsys.readouterr()
+    assert FIRST in shown.err
+    assert not shown.out
+
+
+def test_the_default_folder_is_in_the_users_cache(mirror, tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    mnist()
+    assert holds(tmp_path / "cache" / "lodo" / "data" / "mnist", FILES)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    mnist()
+    assert holds(tmp_path / "home" / ".cache" / "lodo" / "data" / "mnist", FILES)
+
+
+def test_what_is_there_is_not_asked_for_nor_overwritten(mirror, tmp_path):
+    others = imitation(seed=5)
+    folder = write_mnist(tmp_path, others) / "mnist"
+    (folder / MNIST_FILES[1]).unlink()
+    own = {name: (folder / name).read_bytes() for name in MNIST_FILES if name != MNIST_FILES[1]}
+    with using(tmp_path):
+        mnist()
+    assert mirror.asked == [(MNIST_FILES[1], None)]
+    assert holds(folder, own | {MNIST_FILES[1]: FILES[MNIST_FILES[1]]})
+
+
+def test_a_damaged_file_is_refused_not_overwritten(mirror, tmp_path):
+    damaged = FILES[FIRST][:-3]
+    folder = write_mnist(tmp_path) / "mnist"
+    (folder / FIRST).write_bytes(damaged)
+    with using(tmp_path), pytest.raises(ValueError, match=f"{FIRST} is cut short.*delete it to download it anew"):
+        mnist()
+    assert (folder / FIRST).read_bytes() == damaged
+    assert not mirror.asked
+
+
+def test_a_broken_connection_is_continued(mirror, tmp_path):
+    mirror.stops = [HALF, 1000]
+    with using(tmp_path):
+        mnist()
+    assert holds(tmp_path / "mnist", FILES)
+    assert mirror.asked[:3] == [(FIRST, None), (FIRST, f"bytes={HALF}-"), (FIRST, f"bytes={HALF + 1000}-")]
+    assert mirror.sent == SIZE
+
+
+def test_a_silent_connection_is_continued(mirror, tmp_path, monkeypatch):
+    monkeypatch.setattr("lodo.lab.data.download.TIMEOUT", 0.3)
+    mirror.stops, mirror.patient = [HALF], True
+    with using(tmp_path):
+        mnist()
+    assert holds(tmp_path / "mnist", FILES)
+    assert mirror.asked[1] == (FIRST, f"bytes={HALF}-")
+
+
+def test_a_part_is_continued_by_the_next_command(mirror, tmp_path):
+    mirror.stops = [HALF, 0]  # a second connection without a byte
+    with using(tmp_path), pytest.raises(ValueError, match=f"the connection ended after {HALF:,} of"):
+        mnist()
+    assert holds(tmp_path / "mnist", {f"{FIRST}.part": FILES[FIRST][:HALF]})
+    with using(tmp_path):
+        mnist()
+    assert holds(tmp_path / "mnist", FILES)
+    assert mirror.sent == SIZE
+
+
+@pytest.mark.parametrize(
+    ("part", "asked"),
+    [
+        (FILES[FIRST], []),  # whole, but not yet placed
+        (b"", [None]),
+        (FILES[FIRST][:HALF], [HALF]),
+        (b"x" + FILES[FIRST][1:HALF], [HALF, None]),  # wrong, which is found at the end
+        (b"x" + FILES[FIRST][1:], [len(FILES[FIRST]), None]),
+        (FILES[FIRST] + b"x", [len(FILES[FIRST]) + 1, None]),
+    ],
+)
+def test_whatever_the_part_is_the_file_is_right(mirror, part, asked, tmp_path):
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / f"{FIRST}.part").write_bytes(part)
+    with using(tmp_path):
+        mnist()
+    assert holds(tmp_path / "mnist", FILES)
+    wanted = [(FIRST, None if begin is None else f"bytes={begin}-") for begin in asked]
+    assert [request for request in mirror.asked if request[0] == FIRST] == wanted
+
+
+def test_a_server_without_ranges_sends_all_again(mirror, tmp_path):
+    mirror.ranges, mirror.stops = False, [HALF]
+    with using(tmp_path):
+        mnist()
+    assert holds(tmp_path / "mnist", FILES)
+    assert mirror.sent == HALF + SIZE
+
+
+def test_a_server_that_always_breaks_off_is_given_up(mirror, tmp_path):
+    mirror.ranges, mirror.stops = False, [HALF] * 10
+    with using(tmp_path), pytest.raises(ValueError, match="the connection ended after"):
+        mnist()
+    assert len(mirror.asked) == 2
+
+
+def test_a_file_with_another_md5_is_refused(mirror, tmp_path):
+    mirror.files = FILES | {FIRST: FILES[FIRST] + b"x"}
+    with using(tmp_path), pytest.raises(ValueError, match=f"the file must have the md5 {md5(FILES[FIRST])}, got"):
+        mnist()
+    assert holds(tmp_path / "mnist", {})
+    (tmp_path / "mnist" / f"{FIRST}.part").write_bytes(FILES[FIRST][:HALF])
+    with using(tmp_path), pytest.raises(ValueError, match="the file must have the md5"):
+        mnist()  # tried from the beginning, once
+    assert holds(tmp_path / "mnist", {})
+    assert [wanted for _, wanted in mirror.asked] == [None, f"bytes={HALF}-", None]
+
+
+def test_the_next_mirror_continues_what_another_began(mirror, serve, nobody, tmp_path, monkeypatch):
+    first, wrong = serve(FILES), serve(dict.fromkeys(FILES, b"<html>log in first</html>"))
+    first.stops = [HALF, 0]
+    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MIRRORS", (nobody, first.url, serve({}).url, mirror.url))
+    with using(tmp_path / "a"):
+        mnist()
+    assert holds(tmp_path / "a" / "mnist", FILES)
+    assert mirror.asked == [(FIRST, f"bytes={HALF}-")]
+    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MIRRORS", (wrong.url, mirror.url))
+    with using(tmp_path / "b"):
+        mnist()
+    assert holds(tmp_path / "b" / "mnist", FILES)
+
+
+def test_without_a_network_the_error_says_what_to_put_where(nobody, tmp_path):
+    with using(tmp_path), pytest.raises(ValueError, match="are missing in") as error:
+        mnist()
+    folder = repr(str(tmp_path / "mnist"))
+    for said in (*MNIST_FILES, folder, nobody, "refused", "--data DIR", "LODO_DATA", "--data digits needs no download"):
+        assert said in str(error.value)
+    write_mnist(tmp_path / "some")
+    (tmp_path / "some" / "mnist" / MNIST_FILES[2]).unlink()
+    with using(tmp_path / "some"), pytest.raises(ValueError, match=f"^{MNIST_FILES[2]} is missing in") as error:
+        mnist()
+    assert FIRST not in str(error.value)
+    with using(tmp_path), pytest.raises(ValueError, match=r"are missing in .*cifar-10-batches-bin") as error:
+        cifar10()
+    for said in (*CIFAR10_FILES, nobody + "cifar-10-binary.tar.gz", "--data digits"):
+        assert said in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named(mirror, tmp_path):
+    (tmp_path / "file").touch()
+    with using(tmp_path / "file"), pytest.raises(ValueError, match=r"cannot be downloaded: .*file.*put them into"):
+        mnist()
+    assert not mirror.asked
+
+
+SCRIPT = """
+import json, sys
+from lodo.lab.data import idx, mnist
+idx.MNIST_MIRRORS, idx.MNIST_MD5 = json.loads(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+print(mnist().digest, flush=True)
+"""
+
+
+@pytest.fixture
+def start():
+    """Start processes that read MNIST into a folder when they are told to."""
+    with contextlib.ExitStack() as stack:
+
+        def ready(folder, mirror):
+            tables = json.dumps([[mirror.url], {name: md5(content) for name, content in FILES.items()}])
+            process = subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, tables],
+                env=os.environ | {VARIABLE: str(folder)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdout.readline() == "ready\n"
+            return process
+
+        yield ready
+
+
+def go(process):
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_killed_download_is_continued(mirror, start, tmp_path):
+    mirror.stops, mirror.patient = [HALF], True
+    part = tmp_path / "mnist" / f"{FIRST}.part"
+    process = start(tmp_path, mirror)
+    go(process)
+    wait_until(lambda: part.is_file() and part.stat().st_size == HALF)
+    process.kill()
+    process.wait()
+    assert holds(tmp_path / "mnist", {part.name: FILES[FIRST][:HALF]})
+    with using(tmp_path):
+        mnist()  # nor is there a lock left
+    assert holds(tmp_path / "mnist", FILES)
+    assert mirror.asked[1] == (FIRST, f"bytes={HALF}-")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
+def test_two_processes_at_once_download_once(mirror, start, tmp_path):
+    mirror.stops, mirror.patient = [HALF], True
+    first, second = start(tmp_path, mirror), start(tmp_path, mirror)
+    go(first)
+    wait_until(lambda: mirror.asked)
+    go(second)
+    assert "another process downloads into" in second.stderr.readline()
+    mirror.release()
+    outs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    with using(tmp_path):
+        assert outs == [mnist().digest + "\n"] * 2
+    assert holds(tmp_path / "mnist", FILES)
+    assert mirror.sent == SIZE
+
+
+# ---------------------------------------------------------------- CIFAR-10's archive
+
+
+def packed(members):
+    """A gzipped tar file."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, content in members.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
+    return file.getvalue()
+
+
+BATCHES = cifar10_files()
+MEMBERS = {f"cifar-10-batches-bin/{name}": content for name, content in reversed(BATCHES.items())}
+
+
+@pytest.fixture
+def archive(serve, monkeypatch):
+    """Serve an archive with these members as the original one, with an imitation's files as the original ones."""
+
+    def make(members):
+        content = packed(members)
+        made = serve({"cifar-10-binary.tar.gz": content})
+        monkeypatch.setattr(batches, "CIFAR10_ARCHIVE", f"{made.url}cifar-10-binary.tar.gz")
+        monkeypatch.setattr(batches, "CIFAR10_ARCHIVE_MD5", md5(content))
+        monkeypatch.setattr(batches, "CIFAR10_MD5", {name: md5(batch) for name, batch in BATCHES.items()})
+        return made
+
+    return make
+
+
+def test_an_archive_is_downloaded_and_its_batches_unpacked_alone(archive, tmp_path):
+    mirror = archive(
+        {"../outside.bin": b"x", "cifar-10-batches-bin/../../outside.bin": b"x", "cifar-10-batches-bin/readme": b"x"}
+        | MEMBERS
+    )
+    mirror.stops = [5000]
+    with using(tmp_path / "data"):
+        found = cifar10()
+    assert holds(tmp_path / "data" / "cifar-10-batches-bin", BATCHES)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert found.test.images.numpy().tobytes() == b"".join(
+        BATCHES["test_batch.bin"][at + 1 : at + 3073] for at in range(0, 4 * 3073, 3073)
+    )
+    assert mirror.sent == len(mirror.files["cifar-10-binary.tar.gz"])
+
+
+def test_batches_that_are_there_stay(archive, tmp_path):
+    archive(MEMBERS)
+    own = cifar10_files(seed=1)
+    del own["data_batch_5.bin"]
+    with using(write_cifar10(tmp_path, own)):
+        cifar10()
+    found = own | {"data_batch_5.bin": BATCHES["data_batch_5.bin"]}
+    assert holds(tmp_path / "cifar-10-batches-bin", found)
+
+
+def test_unpacking_goes_on_after_an_interruption(archive, tmp_path):
+    mirror = archive(MEMBERS)
+    files = {name: BATCHES[name] for name in CIFAR10_FILES[3:]}
+    folder = write_cifar10(tmp_path, files) / "cifar-10-batches-bin"
+    (folder / "cifar-10-binary.tar.gz.part").write_bytes(mirror.files["cifar-10-binary.tar.gz"])
+    with using(tmp_path):
+        cifar10()
+    assert holds(folder, BATCHES)
+    assert not mirror.asked
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        (MEMBERS | {"cifar-10-batches-bin/data_batch_1.bin": b"x"}, "data_batch_1.bin in .* must have the md5"),
+        (dict(list(MEMBERS.items())[:5]), "must have cifar-10-batches-bin/data_batch_1.bin in it"),
+    ],
+)
+def test_an_archive_without_the_right_batch_is_refused(archive, members, said, tmp_path):
+    archive(members)
+    with using(tmp_path), pytest.raises(ValueError, match=f"^data_batch_1.bin is missing in .*{said}"):
+        cifar10()
+    assert not (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").exists()
+
+
+def test_what_is_no_archive_is_refused(archive, monkeypatch, tmp_path):
+    mirror = archive(MEMBERS)
+    mirror.files = {"cifar-10-binary.tar.gz": mirror.files["cifar-10-binary.tar.gz"][:-5000]}
+    monkeypatch.setattr(batches, "CIFAR10_ARCHIVE_MD5", md5(mirror.files["cifar-10-binary.tar.gz"]))
+    with using(tmp_path), pytest.raises(ValueError, match="cannot be unpacked"):
+        cifar10()
+
+
+# ---------------------------------------------------------------- the real ones
 
 
 @pytest.mark.skipif(not REAL, reason=f"{VARIABLE} has no MNIST")
@@ -151,3 +776,16 @@ def test_the_real_digits():
     assert found.train.labels[:5].tolist() == [5, 0, 4, 1, 9]
     assert found.test.labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert 100 * (found.train.images.double().mean() / 255) == pytest.approx(13.07, abs=0.005)  # as everyone finds
+
+
+@pytest.mark.skipif(not REAL_CIFAR10, reason=f"{VARIABLE} has no CIFAR-10")
+def test_the_real_cifar10():
+    found = cifar10()
+    assert found.digest == CIFAR10_DIGEST
+    assert found.train.images.shape == (50_000, 3, 32, 32)
+    assert found.test.images.shape == (10_000, 3, 32, 32)
+    assert found.train.labels.bincount().tolist() == [5000] * 10
+    assert found.test.labels.bincount().tolist() == [1000] * 10
+    assert found.train.labels[:5].tolist() == [6, 9, 9, 4, 1]
+    means = found.train.images.double().mean((0, 2, 3)) / 255
+    assert means.tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.00005)  # as everyone finds

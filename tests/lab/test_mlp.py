@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from digits import REAL, imitation, write_mnist
+from digits import REAL, imitation, take_offline, write_mnist
 from interruptions import interrupted, same_but_for_time
+from lodo.lab import data
 from lodo.lab.baselines import Choice, build, parse
 from lodo.lab.cli import app
-from lodo.lab.data import MNIST_DIGEST, VARIABLE, mnist, using
+from lodo.lab.data import DIGITS_DIGEST, MNIST_DIGEST, VARIABLE, mnist, using
 from lodo.lab.experiments.base import Cell, tail
 from lodo.lab.experiments.mlp import (
     ACCURACY,
@@ -37,6 +38,12 @@ from lodo.lab.experiments.mlp import (
 from lodo.lab.run import Curve, Run, execute, load
 from lodo.lab.tasks import Mlp, make_task
 from lodo.lab.tasks.mlp import shrink
+
+
+@pytest.fixture(autouse=True)
+def nobody(tmp_path, monkeypatch):
+    """No test goes to the real network or into the user's cache."""
+    return take_offline(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +77,18 @@ def test_images_are_normalised_by_the_training_set(digits):
     torch.testing.assert_close(task.test[0], ((test - train.mean()) / train.std()).float())
     assert torch.equal(task.train[1], digits.train.labels.long())
     assert torch.equal(task.test[1], digits.test.labels.long())
+
+
+def test_images_of_8_by_8_pixels_are_used_as_they_are():
+    small = data.digits()
+    rows = small.train.images.reshape(1500, 64)
+    assert torch.equal(shrink(small.train.images), rows)
+    with using("digits"):
+        task = Mlp(0, digest=DIGITS_DIGEST)
+    expected = (rows.double() - rows.double().mean()) / rows.double().std()
+    torch.testing.assert_close(task.train[0], expected.float())
+    assert task.test[0].shape == (297, 64)
+    assert task.batch.max() < 1500
 
 
 @pytest.mark.parametrize("hidden", [(), (5,), (6, 7, 3)])
@@ -224,7 +243,7 @@ def test_a_worker_with_other_data_refuses(digits, tmp_path):
 # ---------------------------------------------------------------- the experiment
 
 
-def curves(*losses, diverged=(), **options):
+def curves(*losses, diverged=(), digest=MNIST_DIGEST, **options):
     """Short runs with constant losses, one a seed."""
     made = []
     for seed, loss in enumerate(losses):
@@ -237,7 +256,7 @@ def curves(*losses, diverged=(), **options):
             "repeat_loss": np.full(20, np.nan),
             "test_accuracy": np.where(steps % 10 == 0, steps / 20, np.nan),
         }
-        run = Run("mlp", "adam", seed, 20, task_options={"digest": MNIST_DIGEST}, options=options)
+        run = Run("mlp", "adam", seed, 20, task_options={"digest": digest}, options=options)
         made.append(Curve(run, seed in diverged, columns))
     return made
 
@@ -320,6 +339,21 @@ def test_seeds_are_compared_one_by_one():
     assert "-0.1500 with a standard error of 0.0500" in " ".join(experiment.notes(experiment.request(), results))
 
 
+@pytest.mark.parametrize(
+    ("digest", "said"),
+    [
+        (MNIST_DIGEST, "The data is the original MNIST: the central 24 x 24 pixels"),
+        (DIGITS_DIGEST, "The data is NOT MNIST but scikit-learn's digits, images of 8 x 8 pixels as they are."),
+        ("0123456789ab", "The data is NOT the original MNIST but other files in the data folder"),
+    ],
+)
+def test_the_notes_say_what_the_data_is(digest, said):
+    experiment = MlpExperiment()
+    notes = experiment.notes(experiment.request(), {Cell("Adam"): curves(0.1, 0.1, 0.1, digest=digest)})
+    assert sum(note.startswith("The data is") for note in notes) == 1
+    assert said in " ".join(notes)
+
+
 def test_numbers_are_settings_and_words_are_methods():
     assert cell_of(Choice("lodo", {"recipe": "robust", "lr": 0.3, "meta_betas": (0.9, 0.99)})) == Cell(
         ROBUST, "lr=0.3, meta_betas=(0.9, 0.99)"
@@ -381,14 +415,28 @@ def test_workers_find_the_data(folder, tmp_path, monkeypatch):
     invoke(*args)  # the same runs: nothing is done
 
 
-def test_without_data_nothing_is_written(tmp_path, monkeypatch):
+def test_the_digits_of_scikit_learn_need_no_files(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    said = invoke("--out", tmp_path / "out", code=1)
-    assert "--data DIR" in said
-    said = invoke("--data", tmp_path, "--out", tmp_path / "out", code=1)
-    assert "train-images-idx3-ubyte.gz" in said
-    assert str(tmp_path / "mnist") in said
-    assert "Traceback" not in said
+    args = ("--optimizers", "adam(lr=0.01)", "--steps", 60, "--seeds", 1, "--workers", 1, "--out", tmp_path / "out")
+    out = invoke("--data", "digits", *args)
+    assert "The data is NOT MNIST but scikit-learn's digits" in out
+    table = (tmp_path / "out" / "mlp" / "table.md").read_text()
+    assert "scikit-learn's digits" in table
+    summary = json.loads((tmp_path / "out" / "mlp" / "summary.json").read_text())
+    (accuracy,) = (row["mean"] for row in summary["rows"] if row["metric"] == ACCURACY)
+    assert accuracy > 80
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_data_nothing_is_written(nobody, tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for args, folder in (((), tmp_path / "cache" / "lodo" / "data"), (("--data", tmp_path), tmp_path)):
+        said = invoke(*args, "--out", tmp_path / "out", code=1)
+        assert "train-images-idx3-ubyte.gz" in said
+        assert str(folder / "mnist") in said
+        assert nobody in said
+        assert "--data digits" in said
+        assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -20,7 +19,7 @@ import torch
 from interruptions import interrupted, same_but_for_time
 from lodo.lab import run as module
 from lodo.lab.baselines import paper_hyperparameters
-from lodo.lab.files import read_checked, remove_leftovers, write_checked
+from lodo.lab.files import load_state, read_checked, remove_leftovers, save_state
 from lodo.lab.run import Run, execute, load
 
 EVERY = ("adam", "momentum", "rmsprop", "yogi", "lbfgs", "lbfgs_slip", "olbfgs", "l2l", "lodo", "bfgs", "lm", "newton")
@@ -120,11 +119,9 @@ def test_a_checkpoint_that_the_optimizer_refuses_is_not_used(tmp_path, monkeypat
     execute(run, tmp_path / "whole")
     interrupted(run, tmp_path, monkeypatch, 9)
     path = run.checkpoint_path(tmp_path)
-    state = torch.load(io.BytesIO(read_checked(path)), weights_only=True)
+    state = load_state(path)
     state["optimizer"]["param_groups"].append({})
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    write_checked(path, buffer.getvalue())
+    save_state(path, state)
     execute(run, tmp_path)
     assert "parameter groups" in caplog.text
     same_but_for_time(load(run, tmp_path), load(run, tmp_path / "whole"))
@@ -134,15 +131,13 @@ def test_a_checkpoint_is_never_unpickled_as_code(tmp_path):
     """A well-formed file with a hostile object in it is refused by torch."""
     run = bowl("adam")
     program = f"""
-        import io, os, torch
+        import os
         from pathlib import Path
-        from lodo.lab.files import write_checked
+        from lodo.lab.files import save_state
         class Hostile:
             def __reduce__(self):
                 return os.mkdir, ({str(tmp_path / "owned")!r},)
-        buffer = io.BytesIO()
-        torch.save({{"settings": Hostile()}}, buffer)
-        write_checked(Path({str(run.checkpoint_path(tmp_path))!r}), buffer.getvalue())
+        save_state(Path({str(run.checkpoint_path(tmp_path))!r}), {{"settings": Hostile()}})
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
     execute(run, tmp_path)

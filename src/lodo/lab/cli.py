@@ -18,9 +18,11 @@ from lodo.lab.baselines.l2l import EPISODES, train
 from lodo.lab.baselines.weights import save_weights
 from lodo.lab.calls import parse_options
 from lodo.lab.conduct import conduct
-from lodo.lab.data import using
+from lodo.lab.data import DIGITS_DIGEST, using
 from lodo.lab.experiments import EXPERIMENTS
-from lodo.lab.run import threads
+from lodo.lab.experiments.mnist import draw_images, grid
+from lodo.lab.report.figures import save_picture
+from lodo.lab.run import read_weights, threads
 from lodo.lab.sweep import RunError
 
 app = typer.Typer(
@@ -73,9 +75,27 @@ def run(
         str | None,
         typer.Option(help="Options of the task that differ from the paper's, such as 'n=200, condition=1e4'."),
     ] = None,
-    data: Annotated[
+    hyperparameters: Annotated[
         Path | None,
-        typer.Option(help="Folder with data sets, such as mnist/, for mlp. Default: that of the variable LODO_DATA."),
+        typer.Option(
+            help="TOML file with hyperparameters to use instead of the paper's: a table for each task, in it one for "
+            "each optimizer, such as [mnist] adam = { lr = 0.002 }."
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Images a step, for mnist and cifar10. Default: the paper's 256 and 2048.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="For cifar10: resnet18 (the paper's), resnet20 or resnet8 (for small machines)."),
+    ] = None,
+    train_size: Annotated[int | None, typer.Option(help="For cifar10: train on the first so many images.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder with data sets, such as mnist/; what is missing is downloaded into it. 'digits' stands for "
+            "the small digits of scikit-learn. Default: the folder in the variable LODO_DATA, else ~/.cache/lodo/data."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for curves, tables and figures.")] = Path("results"),
     workers: Annotated[
@@ -85,7 +105,11 @@ def run(
         str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
     ] = None,
     checkpoint_every: Annotated[
-        float, typer.Option(help="Seconds between a run's checkpoints, the most that a kill can cost.", min=0)
+        float,
+        typer.Option(
+            help="Seconds between a run's checkpoints, the most that a kill can cost; more if they are slow to write.",
+            min=0,
+        ),
     ] = 10.0,
 ) -> None:
     """Run one of the paper's experiments: its table beside the paper's, its figures, and every curve.
@@ -100,6 +124,8 @@ def run(
         raise typer.BadParameter(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
     experiment = EXPERIMENTS[name]
     kept = "finished runs and checkpoints are kept: the same command continues from here"
+    given = {"batch": batch, "model": model, "train_size": train_size}
+    given = {name: value for name, value in given.items() if value is not None}
     with _errors_in_words(console, kept), using(data):
         request = experiment.request(
             quick=quick,
@@ -107,7 +133,8 @@ def run(
             seconds=seconds,
             seeds=seeds,
             choices=None if optimizers is None else experiment.parse(optimizers),
-            task_options=_options(task),
+            task_options={**_options(task), **given},
+            hyperparameters=hyperparameters,
         )
         conduct(
             experiment,
@@ -118,6 +145,25 @@ def run(
             checkpoint_every=checkpoint_every,
             console=console,
         )
+
+
+@app.command(no_args_is_help=True)
+def sample(
+    weights: Annotated[Path, typer.Argument(help="A .weights or .checkpoint file of an mnist run, in <out>/runs.")],
+    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("samples.png"),
+    number: Annotated[int, typer.Option(help="Images to draw.", min=1)] = 16,
+    seed: Annotated[int, typer.Option(help="Draws the pixels.", min=0)] = 0,
+) -> None:
+    """Draw digits, pixel by pixel, with the image generator of a run or of its checkpoint."""
+    console = Console()
+    with _errors_in_words(console, "nothing was written"):
+        settings, network = read_weights(weights)
+        if settings["task"] != "mnist":
+            raise ValueError(f"weights must be of an mnist run, got one of {settings['task']} in {str(weights)!r}")
+        side = 8 if settings["task_options"].get("digest") == DIGITS_DIGEST else 28
+        with console.status("drawing"):
+            save_picture(grid(draw_images(network, number, side, seed)), out)
+    console.print(f"wrote {out}", markup=False, highlight=False)
 
 
 @app.command("train-l2l")

@@ -39,6 +39,8 @@ def conduct(
     """
     console = console or Console()
     plan = experiment.plan(request)
+    for line in experiment.needs(request):
+        console.print(line, markup=False, highlight=False)
     runs = [run for seeds in zip(*plan.values(), strict=True) for run in seeds]  # all optimizers' first seeds first
     with _display(plan, console) as report:
         sweep(

@@ -7,25 +7,25 @@ import hashlib
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
 
 _DIGEST = hashlib.sha256().digest_size
+_PIECE = 1 << 22  # bytes
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` beside ``path`` and rename it there: a reader never sees a part of it.
-
-    >>> import tempfile
-    >>> target = Path(tempfile.mkdtemp()) / "a" / "b.txt"
-    >>> write_atomically(target, b"whole")
-    >>> target.read_bytes()
-    b'whole'
-    """
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file beside ``path`` to write to, renamed to it if all went well: a reader never sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -33,6 +33,19 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, whole or not at all.
+
+    >>> import tempfile
+    >>> target = Path(tempfile.mkdtemp()) / "a" / "b.txt"
+    >>> write_atomically(target, b"whole")
+    >>> target.read_bytes()
+    b'whole'
+    """
+    with replacing(path) as file:
+        file.write(data)
 
 
 def remove_leftovers(path: Path) -> None:
@@ -67,3 +80,49 @@ def read_checked(path: Path) -> bytes | None:
         return None
     digest, data = content[:_DIGEST], content[_DIGEST:]
     return data if hashlib.sha256(data).digest() == digest else None
+
+
+class _Hashing:
+    """Writes to a file and hashes what it writes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.hash = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def save_state(path: Path, state: object) -> None:
+    """Tensors and plain data as `torch.save` writes them, then a digest; piece by piece, so that nothing is copied."""
+    with replacing(path) as file:
+        hashing = _Hashing(file)
+        torch.save(state, hashing)  # type: ignore[arg-type]  # it needs no more than these two methods
+        file.write(hashing.hash.digest())
+
+
+def load_state(path: Path) -> Any | None:
+    """What `save_state` wrote, or None if the file is missing, cut short or altered.
+
+    Tensors are mapped from the file and read when they are used; nothing but tensors and plain data is ever made.
+
+    >>> import tempfile
+    >>> target = Path(tempfile.mkdtemp()) / "state"
+    >>> save_state(target, {"step": 3, "x": torch.ones(2)})
+    >>> load_state(target)
+    {'step': 3, 'x': tensor([1., 1.])}
+    """
+    try:
+        with path.open("rb") as file:
+            left = os.fstat(file.fileno()).st_size - _DIGEST
+            digest = hashlib.sha256()
+            while left > 0 and (piece := file.read(min(left, _PIECE))):
+                digest.update(piece)
+                left -= len(piece)
+            whole = left == 0 and file.read() == digest.digest()
+    except FileNotFoundError:
+        return None
+    return torch.load(path, weights_only=True, mmap=True) if whole else None

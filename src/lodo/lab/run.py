@@ -31,14 +31,15 @@ import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not declared so
 
 from lodo._checks import check_int, check_real
-from lodo.lab.baselines import build, library_versions, needs_graph
-from lodo.lab.files import read_checked, remove_leftovers, write_atomically, write_checked
+from lodo.lab.baselines import build, decays, library_versions, needs_graph
+from lodo.lab.files import load_state, remove_leftovers, save_state, write_atomically
 from lodo.lab.tasks import TASKS, make_task
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # part of every run's address: raise it when the same settings begin to mean another curve
+FORMAT = 2  # part of every run's address: raise it when the same settings begin to mean another curve
 _BREATH = 0.25  # seconds between looks at the clock for progress, checkpoints and time limits
+_PATIENCE = 10  # times as long training as writing checkpoints
 _COLUMNS = ("evaluations", "seconds", "loss", "repeat_loss")
 
 
@@ -59,7 +60,7 @@ class Run:
     Example:
         >>> run = Run("rosenbrock", "torch.SGD", seed=0, evaluations=100, options={"lr": 0.1})
         >>> run.name
-        'rosenbrock-torch.SGD-0-33c096d69156'
+        'rosenbrock-torch.SGD-0-c2ac2a45c620'
     """
 
     task: str
@@ -103,6 +104,10 @@ class Run:
         """Where it stands until then."""
         return folder / f"{self.name}.checkpoint"
 
+    def weights_path(self, folder: Path) -> Path:
+        """Where the weights that it ended with are, if its task keeps them."""
+        return folder / f"{self.name}.weights"
+
     def check(self) -> None:
         """Raise the error that the run would end with at once."""
         with threads(1):
@@ -122,6 +127,8 @@ class Curve:
     diverged: bool
     columns: Mapping[str, np.ndarray]
     environment: Mapping[str, str] = field(default_factory=dict)
+    final: Mapping[str, float] = field(default_factory=dict)  # what was measured once, at the end
+    weights: Path | None = None  # the file of the weights at the end, if there is one
 
     def __getitem__(self, column: str) -> np.ndarray:
         return self.columns[column]
@@ -144,20 +151,24 @@ def execute(
     Args:
         run: what to do.
         folder: where runs are kept.
-        checkpoint_every: seconds between checkpoints, the most that a kill can cost.
+        checkpoint_every: seconds between checkpoints, the most that a kill can cost; more where writing one takes over
+            a tenth of that, unless it is 0, for one at every opportunity.
         progress: is told several times a second what fraction is done.
     """
     path, checkpoint = run.path(folder), run.checkpoint_path(folder)
     if load(run, folder) is None:
         with _one_at_a_time, _own_random_numbers(), threads(TASKS[run.task].threads):
             training = _Training.resumed(run, checkpoint)
-            saved = time.monotonic()
+            saved, wait = time.monotonic(), checkpoint_every
             while not training.over:
                 training.advance()
                 progress(training.fraction)
-                if time.monotonic() - saved > checkpoint_every:
+                if (now := time.monotonic()) - saved > wait:
                     training.save(checkpoint)
                     saved = time.monotonic()
+                    wait = max(checkpoint_every, _PATIENCE * (saved - now)) if checkpoint_every > 0 else wait
+            if training.task.keeps_weights and not training.diverged:
+                training.save_weights(run.weights_path(folder))
             write_atomically(path, training.parquet())
     for file in (path, checkpoint):
         remove_leftovers(file)
@@ -181,7 +192,17 @@ def load(run: Run, folder: Path) -> Curve | None:
         log.warning("%s is not what its name says and will be made again", path)
         return None
     columns = {name: table[name].to_numpy() for name in table.column_names}
-    return Curve(run, about["diverged"], columns, about["environment"])
+    weights = run.weights_path(folder)
+    kept = weights if weights.is_file() else None
+    return Curve(run, about["diverged"], columns, about["environment"], about["final"], kept)
+
+
+def read_weights(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A run's settings and its weights: those at its end, or where its checkpoint stands."""
+    state = load_state(path)
+    if state is None:
+        raise ValueError(f"{path} must be a whole file of weights or a checkpoint, got one that is missing or damaged")
+    return json.loads(state["settings"]), state["params"] if "params" in state else state["task"]["params"]
 
 
 class _Training:
@@ -192,6 +213,7 @@ class _Training:
         _seed(run.seed)
         self.task = make_task(run.task, run.task_options, run.seed)
         self.optimizer = build(run.optimizer, self.task, run.seed, run.options)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups] if decays(run.optimizer) else []
         self.columns = {name: array("d") for name in _COLUMNS}
         self.tracked: dict[str, array[float]] = {}
         self.tracked_at = array("d")
@@ -231,6 +253,8 @@ class _Training:
         limit = time.perf_counter() + breath
         while True:
             begin = time.perf_counter()
+            for group, rate in zip(optimizer.param_groups, self.rates, strict=False):
+                group["lr"] = rate * (1 - self.fraction) ** 2
             task.draw()
             try:
                 optimizer.step(closure)
@@ -255,9 +279,12 @@ class _Training:
         for name, value in self.task.tracked(self.optimizer, self.steps).items():
             self.tracked.setdefault(name, array("d")).append(value)
 
+    def save_weights(self, path: Path) -> None:
+        """Write the weights alone."""
+        save_state(path, {"settings": self.run.settings, "params": [p.detach() for p in self.task.params]})
+
     def save(self, path: Path) -> None:
         """Write a checkpoint; if that fails, say so and go on."""
-        buffer = io.BytesIO()
         state = {
             "settings": self.run.settings,
             "task": self.task.state_dict(),
@@ -270,8 +297,7 @@ class _Training:
             "seconds": self.seconds,
         }
         try:
-            torch.save(state, buffer)
-            write_checked(path, buffer.getvalue())
+            save_state(path, state)
         except Exception as error:
             log.warning("no checkpoint of %s could be written: %s", self.run.name, error)
 
@@ -279,12 +305,11 @@ class _Training:
     def resumed(cls, run: Run, path: Path) -> _Training:
         """Where the checkpoint stands, or at the start if there is none that can be trusted."""
         if path.exists():
-            data = read_checked(path)
             try:
-                if data is None:
+                if (state := load_state(path)) is None:
                     raise ValueError("it is damaged")
                 training = cls(run)
-                training._restore(torch.load(io.BytesIO(data), weights_only=True))
+                training._restore(state)
                 return training
             except Exception as error:
                 reason = str(error).partition("\n")[0]
@@ -319,6 +344,7 @@ class _Training:
             "settings": json.loads(self.run.settings),
             "steps": steps,
             "diverged": self.diverged,
+            "final": {} if self.diverged else self.task.final(),
             "environment": environment(),
         }
         table = pa.table({**counts, **numbers}).replace_schema_metadata({"lodo": json.dumps(about)})
@@ -390,10 +416,10 @@ def _own_random_numbers() -> Iterator[None]:
 
 
 @contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Let torch use so many threads for a while."""
+def threads(number: int | None) -> Iterator[None]:
+    """Let torch use so many threads for a while; None changes nothing."""
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    torch.set_num_threads(number or before)
     try:
         yield
     finally:

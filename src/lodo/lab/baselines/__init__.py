@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -30,11 +30,13 @@ __all__ = [
     "Baseline",
     "Choice",
     "build",
+    "decays",
     "hyperparameters",
     "library_versions",
     "needs_graph",
     "paper_hyperparameters",
     "parse",
+    "with_settings",
 ]
 
 COSTS = LINEAR, LOGLINEAR, _, QUADRATIC = "O(n)", "O(n log n)", "O(n^1.5)", ">= O(n^2)"
@@ -53,8 +55,8 @@ def _plain(make: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimi
     return lambda task, seed, /, **options: make(task.params, **fixed, **options)
 
 
-def _seeded(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    return lambda task, seed, /, **options: make(task.params, **{"seed": seed, **options})
+def _seeded(make: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
+    return lambda task, seed, /, **options: make(task.params, **fixed, **{"seed": seed, **options})
 
 
 def _knowing_the_hessian(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
@@ -72,6 +74,11 @@ BASELINES: dict[str, Baseline] = {
     "olbfgs": Baseline("O-LBFGS", LINEAR, _plain(StochasticLBFGS, scaling="mean")),
     "l2l": Baseline("L2LBGDBGD", LINEAR, make_l2l),
     "lodo": Baseline("LODO", LOGLINEAR, _seeded(LODO)),
+    "lodo_diagonal": Baseline("LODO-Diagonal", LINEAR, _seeded(LODO, preconditioner="diagonal")),
+    "lodo_global": Baseline("LODO-Global", LINEAR, _seeded(LODO, preconditioner="scalar")),
+    "lodo_residuals": Baseline("LODO-Residuals", LOGLINEAR, _seeded(LODO, preconditioner="residual")),
+    "lodo_no_momentum": Baseline("LODO-No-Momentum", LOGLINEAR, _seeded(LODO, beta=0.0)),
+    "lodo_sgd": Baseline("LODO-SGD", LOGLINEAR, _seeded(LODO, meta_optimizer="sgd")),
     "lodo_frozen": Baseline("LODO, frozen", LOGLINEAR, _seeded(FrozenLODO)),
     "bfgs": Baseline("BFGS", QUADRATIC, _plain(BFGS)),
     "lm": Baseline("Levenberg-Marquardt", QUADRATIC, _knowing_the_hessian(LevenbergMarquardt)),
@@ -170,6 +177,11 @@ def needs_graph(optimizer: Optimizer) -> bool:
     return type(optimizer).__name__ in ("AdaHessian", "SophiaH")
 
 
+def decays(name: str) -> bool:
+    """Whether its rate falls over a run as (1 - progress)^2, as LARS's does in the paper."""
+    return name == "lars"
+
+
 @functools.cache
 def _paper() -> dict[str, dict[str, dict[str, float]]]:
     text = resources.files("lodo.lab").joinpath("paper.toml").read_text(encoding="utf-8")
@@ -185,6 +197,27 @@ def paper_hyperparameters(task: str, optimizer: str) -> dict[str, float]:
     {}
     """
     return dict(_paper().get(task, {}).get(optimizer, {}))
+
+
+def with_settings(choices: Sequence[Choice], task: str, path: Path) -> list[Choice]:
+    """The choices with the hyperparameters that a TOML file of the form of paper.toml has for the task.
+
+    What the file leaves open is the paper's; an optimizer that it names and that is not chosen does not matter.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get(task, {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"hyperparameters must be a TOML file, got {str(path)!r}: {error}") from error
+    if not isinstance(table, dict) or not all(isinstance(values, dict) for values in table.values()):
+        raise ValueError(f"hyperparameters must have a table for each optimizer in [{task}], got {table!r} in {path}")
+    if not table.keys() & {choice.optimizer for choice in choices}:
+        raise ValueError(f"hyperparameters must name one of the optimizers in [{task}], got {str(path)!r}")
+    return [
+        replace(choice, settings={**paper_hyperparameters(task, choice.optimizer), **table[choice.optimizer]})
+        if choice.settings is None and choice.optimizer in table
+        else choice
+        for choice in choices
+    ]
 
 
 def hyperparameters(task: str, choice: Choice) -> dict[str, Any]:

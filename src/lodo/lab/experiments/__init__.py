@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from lodo.lab.experiments.base import Experiment, Request
 from lodo.lab.experiments.bowl import BowlExperiment
+from lodo.lab.experiments.cifar10 import Cifar10Experiment
 from lodo.lab.experiments.frozen import FrozenExperiment
 from lodo.lab.experiments.mlp import MlpExperiment
+from lodo.lab.experiments.mnist import AblationsExperiment, MnistExperiment, MomentumExperiment
 from lodo.lab.experiments.noise import NoiseExperiment
 from lodo.lab.experiments.options import OptionsExperiment
 from lodo.lab.experiments.rivals import RivalsExperiment
@@ -23,5 +25,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         RivalsExperiment(),
         RosenbrockExperiment(),
         MlpExperiment(),
+        MnistExperiment(),
+        AblationsExperiment(),
+        MomentumExperiment(),
+        Cifar10Experiment(),
     )
 }

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from lodo._checks import check_int, check_real
-from lodo.lab.baselines import Choice, hyperparameters, parse
+from lodo.lab.baselines import Choice, hyperparameters, parse, with_settings
 from lodo.lab.report.tables import Row
 from lodo.lab.run import Curve, Run
 
@@ -33,6 +34,7 @@ class Request:
     seeds: int
     choices: tuple[Choice, ...]
     task_options: Mapping[str, Any] = field(default_factory=dict)
+    hyperparameters: str | None = None  # the file they are from, if they are not the paper's
 
     def __post_init__(self) -> None:
         check_int("seeds", self.seeds, low=1)
@@ -78,6 +80,7 @@ class Experiment(ABC):
     quick: ClassVar[Size]
     optimizers: ClassVar[str]  # as on the command line
     tracks: ClassVar[bool] = True  # whether it shows what tasks measure on the way
+    quick_task: ClassVar[Mapping[str, Any]] = {}  # options of the task that belong to the quick size
 
     def request(
         self,
@@ -88,17 +91,20 @@ class Experiment(ABC):
         seeds: int | None = None,
         choices: Sequence[Choice] | None = None,
         task_options: Mapping[str, Any] | None = None,
+        hyperparameters: Path | None = None,
     ) -> Request:
         """What was asked for, and the paper's setting for what was left open."""
         size = self.quick if quick else self.full
         if evaluations is None and seconds is None:
             evaluations = size.evaluations
+        choices = self.parse(self.optimizers) if choices is None else choices
         return Request(
             evaluations,
             seconds,
             size.seeds if seeds is None else seeds,
-            tuple(self.parse(self.optimizers) if choices is None else choices),
-            task_options or {},
+            tuple(choices if hyperparameters is None else with_settings(choices, self.task, hyperparameters)),
+            {**(self.quick_task if quick else {}), **(task_options or {})},
+            None if hyperparameters is None else str(hyperparameters),
         )
 
     def parse(self, optimizers: str) -> list[Choice]:
@@ -125,6 +131,10 @@ class Experiment(ABC):
         """What a reader of the table must know."""
         return []
 
+    def needs(self, request: Request) -> list[str]:
+        """What must be known before anything is run, such as the memory that a run takes."""
+        return []
+
     def size(self, request: Request) -> str:
         """How much was run, and of which task if it is not the paper's."""
         length = f"{request.evaluations:,} steps" if request.evaluations else f"{request.seconds:g} s of training"
@@ -134,6 +144,8 @@ class Experiment(ABC):
     def about(self, request: Request) -> str:
         """The size of what was run, beside the paper's."""
         step = "A step is one evaluation of the loss and its gradient."
+        if request.hyperparameters:
+            step += f" Hyperparameters from {request.hyperparameters}."
         if request.task_options:
             return f"{self.size(request)}: not the paper's task. {step}"
         if request.evaluations == self.full.evaluations and request.seeds == self.full.seeds:

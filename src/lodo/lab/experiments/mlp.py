@@ -60,8 +60,8 @@ class MlpExperiment(Experiment):
     """Settings are chosen by the tuning seeds alone, and figures are of the held-out seeds alone."""
 
     name = "mlp"
-    title = "Small network on 8 x 8 MNIST digits"
-    shows = "beyond the paper: a small network on real digits, each method at the best of six settings (needs --data)"
+    title = "Small network on 8 x 8 digits"
+    shows = "beyond the paper: a small network on MNIST (or --data digits), each method at the best of six settings"
     task = "mlp"
     full = Size(evaluations=3_000, seeds=4)
     quick = Size(evaluations=250, seeds=2)
@@ -69,7 +69,7 @@ class MlpExperiment(Experiment):
 
     def plan(self, request: Request) -> Plan:
         """All settings on all seeds, the tuning seeds first."""
-        digest = data.mnist().digest
+        digest = data.load("mnist").digest
         every = max(1, request.evaluations // 10) if request.evaluations else 1000
 
         def runs(choice: Choice) -> list[Run]:
@@ -94,8 +94,8 @@ class MlpExperiment(Experiment):
         weights = sum((a + 1) * b for a, b in pairwise(widths))
         notes = [
             f"Layers of {'-'.join(map(str, widths))} with tanh between them, {weights:,} weights; cross-entropy of "
-            f"{request.task_options.get('batch', BATCH)} images drawn with replacement. The images are MNIST's central "
-            "24 x 24 pixels, averaged 3 by 3.",
+            f"{request.task_options.get('batch', BATCH)} images drawn with replacement.",
+            _source(results),
             f"Of every method's settings the one with the lowest mean loss on the {TUNING} tuning seeds was chosen. A "
             "seed draws the same first weights and the same batches for all methods.",
         ]
@@ -104,9 +104,6 @@ class MlpExperiment(Experiment):
                 f"Seed by seed, {ROBUST} minus {PAPER}, both at their best: {paired[0]:+.4f} with a standard error of "
                 f"{paired[1]:.4f}."
             )
-        digests = {str(curve.run.task_options.get("digest")) for curves in results.values() for curve in curves}
-        if digests != {data.MNIST_DIGEST}:
-            notes.append("The data is NOT the original MNIST: these figures are of the files in the data folder.")
         return notes
 
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
@@ -192,6 +189,17 @@ def _row(cell: Cell, metric: str, curves: Sequence[Curve], value: Callable[[Curv
     row = measure(cell.label, metric, curves, value)
     error = None if row.std is None else row.std / math.sqrt(row.seeds - row.diverged)
     return SettingRow(**asdict(row), setting=cell.variant, error=error)
+
+
+def _source(results: Results) -> str:
+    """What the images are, by the digest of the data that the runs were made with."""
+    digests = {curve.run.task_options.get("digest") for curves in results.values() for curve in curves}
+    if digests == {data.DIGITS_DIGEST}:
+        return "The data is NOT MNIST but scikit-learn's digits, images of 8 x 8 pixels as they are."
+    images = "the central 24 x 24 pixels of its images, averaged 3 by 3"
+    if digests == {data.MNIST_DIGEST}:
+        return f"The data is the original MNIST: {images}."
+    return f"The data is NOT the original MNIST but other files in the data folder: {images}."
 
 
 def _label(cell: Cell) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.image
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -114,3 +115,10 @@ def save(figure: Figure, path: Path) -> list[Path]:
         write_atomically(target, buffer.getvalue())
         written.append(target)
     return written
+
+
+def save_picture(pixels: np.ndarray, path: Path, zoom: int = 4) -> None:
+    """Write grey bytes as a PNG, every pixel ``zoom`` wide."""
+    buffer = io.BytesIO()
+    matplotlib.image.imsave(buffer, np.kron(pixels, np.ones((zoom, zoom))), cmap="gray", vmin=0, vmax=255, format="png")
+    write_atomically(path, buffer.getvalue())

@@ -8,12 +8,14 @@ from typing import Any
 from lodo._checks import check_choice
 from lodo.lab.tasks.base import Task
 from lodo.lab.tasks.bowl import Bowl, newton_loss
+from lodo.lab.tasks.cifar10 import Cifar10
 from lodo.lab.tasks.mlp import Mlp
+from lodo.lab.tasks.mnist import Mnist
 from lodo.lab.tasks.rosenbrock import Rosenbrock
 
-__all__ = ["TASKS", "Bowl", "Mlp", "Rosenbrock", "Task", "make_task", "newton_loss"]
+__all__ = ["TASKS", "Bowl", "Cifar10", "Mlp", "Mnist", "Rosenbrock", "Task", "make_task", "newton_loss"]
 
-TASKS: dict[str, type[Task]] = {"bowl": Bowl, "rosenbrock": Rosenbrock, "mlp": Mlp}
+TASKS: dict[str, type[Task]] = {"bowl": Bowl, "rosenbrock": Rosenbrock, "mlp": Mlp, "mnist": Mnist, "cifar10": Cifar10}
 
 
 def make_task(name: str, options: Mapping[str, Any], seed: int) -> Task:

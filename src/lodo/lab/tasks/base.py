@@ -30,7 +30,8 @@ class Task(ABC):
         (2.0, tensor([2., 2.]))
     """
 
-    threads: ClassVar[int] = 1  # small tasks run on one thread, so that their numbers do not depend on it
+    threads: ClassVar[int | None] = 1  # so that numbers do not depend on it; None for as many as torch uses
+    keeps_weights: ClassVar[bool] = False  # whether the weights at the end of a run are worth a file
     params: list[Parameter]
 
     def __init__(self, seed: int) -> None:
@@ -67,6 +68,10 @@ class Task(ABC):
 
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
         """Numbers worth a column in the curve, such as the position, after so many steps."""
+        return {}
+
+    def final(self) -> dict[str, float]:
+        """Numbers that are measured once, at the end."""
         return {}
 
     def buffers(self) -> dict[str, Tensor]:

@@ -1,0 +1,156 @@
+"""What the experiments with real networks share: tables that rank optimizers, and learning curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lodo.lab import data
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
+from lodo.lab.report.figures import Style, band, binned, canvas, styles
+from lodo.lab.report.tables import Paper, Row, measure, with_spread
+from lodo.lab.run import Curve
+
+SPEED = "steps a second, while runs shared the machine"
+
+
+@dataclass(frozen=True)
+class RankedRow(Row):
+    """A figure with its rank in its table, ours and the paper's, so that runs of another size can be compared too."""
+
+    columns: ClassVar[tuple[str, ...]] = ("optimizer", "ours", "rank", "paper, full size", "paper's rank", "seeds")
+
+    rank: int | None = None
+    paper_rank: int | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        ranks = ["" if rank is None else str(rank) for rank in (self.rank, self.paper_rank)]
+        paper = with_spread(self.paper_mean, self.paper_std)
+        return self.optimizer, self.ours, ranks[0], paper, ranks[1], self.runs
+
+
+def ranked(rows: Sequence[Row], largest_first: bool = False) -> list[Row]:
+    """The rows of one table with their ranks, among those of the paper's table and among ours."""
+    sign = -1 if largest_first else 1
+
+    def ranks(values: Mapping[str, float | None]) -> dict[str, int]:
+        order = sorted((sign * value, name) for name, value in values.items() if value is not None)
+        return {name: i + 1 for i, (_, name) in enumerate(order)}
+
+    ours = ranks({row.optimizer: row.mean for row in rows})
+    paper = ranks({row.optimizer: row.paper_mean for row in rows})
+    return [RankedRow(**asdict(row), rank=ours.get(row.optimizer), paper_rank=paper.get(row.optimizer)) for row in rows]
+
+
+class NetworkExperiment(Experiment):
+    """Optimizers on a network and real data; a subclass names the data, the metrics and the paper's figures."""
+
+    dataset: ClassVar[str]
+    digest: ClassVar[str]  # of the original data
+    measurements: ClassVar[int] = 30  # of what is tracked, in a run
+
+    def plan(self, request: Request) -> Plan:
+        found = data.load(self.dataset).digest
+        every = max(1, request.evaluations // self.measurements) if request.evaluations else 1000
+        return {
+            Cell(choice.label): [
+                replace(self.make_run(choice, seed, request, digest=found), track_every=every)
+                for seed in range(request.seeds)
+            ]
+            for choice in request.choices
+        }
+
+    def table(
+        self,
+        metric: str,
+        results: Results,
+        value: Callable[[Curve], float],
+        paper: Mapping[str, Paper],
+        largest_first: bool = False,
+    ) -> list[Row]:
+        """One ranked table."""
+        none: Paper = (None, None)
+        rows = [
+            measure(cell.label, metric, curves, value, paper.get(cell.label, none)) for cell, curves in results.items()
+        ]
+        return ranked(rows, largest_first)
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        digests = {str(curve.run.task_options.get("digest")) for curves in results.values() for curve in curves}
+        names = {self.digest: f"the original {self.dataset}", data.DIGITS_DIGEST: "scikit-learn's 8 x 8 digits"}
+        which = " and ".join(sorted(names.get(digest, "files that are NOT the original") for digest in digests))
+        notes = [f"Data: {which}."]
+        speeds = {cell.label: np.mean([speed(curve) for curve in curves]) for cell, curves in results.items()}
+        if "LODO" in speeds and "Adam" in speeds:
+            notes.append(f"LODO takes {speeds['LODO'] / speeds['Adam']:.2f} times as many steps a second as Adam.")
+        return notes
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        first = [row for row in rows if row.metric == rows[0].metric and row.mean is not None]
+        order = sorted(first, key=lambda row: row.mean or 0.0)
+        named = ", ".join(f"{row.optimizer} {row.mean:.4g}" for row in order)
+        return f"Lowest {rows[0].metric} first: {named}." if order else "Every run diverged."
+
+
+def speed(curve: Curve) -> float:
+    """Steps a second of training."""
+    return float(len(curve["step"]) / curve["seconds"][-1])
+
+
+def last_tracked(curve: Curve, column: str) -> float:
+    """The mean over the last tenth of the measurements of a tracked quantity."""
+    values = curve.tracked(column)[1]
+    return float(values[-max(1, len(values) // 10) :].mean()) if len(values) else float("nan")
+
+
+def learning_curves(results: Results, tracked: str, label: str) -> Figure:
+    """Training loss by step and by time, and a tracked quantity by step."""
+    figure, (left, middle, right) = canvas(3, size=(4.6, 3.8))
+    looks = styles(cell.label for cell in results)
+    for cell, curves in results.items():
+        fine = [curve for curve in curves if not curve.diverged]
+        lost = len(curves) - len(fine)
+        name = f"{cell.label} ({lost} of {len(curves)} diverged)" if lost else cell.label
+        if not fine:
+            left.plot([], [], color=looks[cell.label].color, ls=looks[cell.label].ls, label=name)
+            continue
+        steps, losses = binned(fine, bins=60)
+        band(left, steps, losses, name, looks[cell.label])
+        band(middle, seconds_at(fine, steps), losses, name, looks[cell.label])
+        _draw_tracked(right, fine, tracked, name, looks[cell.label])
+    left.set(xlabel="step", ylabel="training loss", title="Training, by step")
+    middle.set(xlabel="seconds of training", ylabel="training loss", title="Training, by time")
+    right.set(xlabel="step", ylabel=label, title=f"{label.capitalize()}, by step")
+    limit = _upper_limit(results)
+    for axes in (left, middle):
+        axes.set_ylim(top=limit)
+    left.legend(fontsize="small")
+    return figure
+
+
+def seconds_at(curves: Sequence[Curve], steps: np.ndarray) -> np.ndarray:
+    """How long training took until these steps, in the mean."""
+    every = [np.interp(steps, curve["evaluations"], curve["seconds"].astype(np.float64)) for curve in curves]
+    middle: np.ndarray = np.stack(every).mean(0)
+    return middle
+
+
+def _draw_tracked(axes: Axes, curves: Sequence[Curve], column: str, name: str, drawn: Style) -> None:
+    measured = [curve.tracked(column) for curve in curves]
+    length = min(len(values) for _, values in measured)
+    if length:
+        values = np.stack([values[:length] for _, values in measured])
+        band(axes, measured[0][0][:length], values, name, drawn)
+
+
+def _upper_limit(results: Results) -> float | None:
+    """Above what most runs have after their first steps, so that one that explodes does not flatten the others."""
+    early = [curve["loss"][len(curve["loss"]) // 20 :] for curves in results.values() for curve in curves]
+    finite = [float(np.percentile(part[np.isfinite(part)], 99)) for part in early if np.isfinite(part).any()]
+    return 1.1 * float(np.median(finite)) if finite else None
