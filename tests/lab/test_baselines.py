@@ -13,13 +13,26 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from helpers import same
-from lodo import LODO
+from lodo import LODO, Diagonal, Mixing, Residual, Scalar
 from lodo.lab import baselines
-from lodo.lab.baselines import BASELINES, Choice, build, keras, needs_graph, paper_hyperparameters, parse, resolve
+from lodo.lab.baselines import (
+    BASELINES,
+    Choice,
+    build,
+    decays,
+    hyperparameters,
+    keras,
+    needs_graph,
+    paper_hyperparameters,
+    parse,
+    resolve,
+    with_settings,
+)
 from lodo.lab.baselines.bases import VectorOptimizer
 from lodo.lab.baselines.frozen import FrozenLODO
 from lodo.lab.baselines.lbfgs import SCALINGS, StochasticLBFGS, two_loop
 from lodo.lab.baselines.second_order import BFGS, LevenbergMarquardt, Newton
+from lodo.lab.data import using
 from lodo.lab.tasks import Bowl, Rosenbrock, make_task
 
 F64 = torch.float64
@@ -597,6 +610,75 @@ def test_the_seed_of_lodo_can_be_given():
     assert torch.equal(drawn(2, seed=1), drawn(1))
 
 
+# ---------------------------------------------------------------- ablations
+
+ABLATIONS = {
+    "lodo_diagonal": {"preconditioner": "diagonal"},
+    "lodo_global": {"preconditioner": "scalar"},
+    "lodo_residuals": {"preconditioner": "residual"},
+    "lodo_no_momentum": {"beta": 0.0},
+    "lodo_sgd": {"meta_optimizer": "sgd"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "family", "beta", "meta"),
+    [
+        ("lodo", "LODO", Mixing, 0.9, "adam"),
+        ("lodo_diagonal", "LODO-Diagonal", Diagonal, 0.9, "adam"),
+        ("lodo_global", "LODO-Global", Scalar, 0.9, "adam"),
+        ("lodo_residuals", "LODO-Residuals", Residual, 0.9, "adam"),
+        ("lodo_no_momentum", "LODO-No-Momentum", Mixing, 0.0, "adam"),
+        ("lodo_sgd", "LODO-SGD", Mixing, 0.9, "sgd"),
+    ],
+)
+def test_an_ablation_is_what_its_name_says(name, label, family, beta, meta):
+    optimizer = build(name, Bowl(0, n=6), 0, {})
+    (group,) = optimizer.param_groups
+    assert type(optimizer) is LODO
+    assert [type(each) for each in optimizer._families] == [family]
+    assert (group["beta"], group["meta_optimizer"], group["momentum"]) == (beta, meta, "fixed")
+    assert BASELINES[name].label == label
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_steps_as_lodo_with_its_option(name):
+    options = {"lr": 0.2, "meta_lr": 0.01}
+    task, other = Bowl(0, n=6), Bowl(0, n=6)
+    ablation, lodo = build(name, task, 4, options), LODO(other.params, seed=4, **options, **ABLATIONS[name])
+    for _ in range(4):
+        for each, optimizer in ((task, ablation), (other, lodo)):
+            each.draw()
+            optimizer.step(each.evaluate)
+    assert torch.equal(task.x, other.x)
+    plain = Bowl(0, n=6)
+    optimizer = build("lodo", plain, 4, options)
+    for _ in range(4):
+        plain.draw()
+        optimizer.step(plain.evaluate)
+    assert not torch.equal(task.x, plain.x)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lodo_no_momentum", {"beta": 0.5}),
+        ("lodo_sgd", {"meta_optimizer": "adam"}),
+        ("lodo_global", {"preconditioner": "mixing"}),
+        ("lodo_diagonal", {"preconditioner": "diagonal"}),
+        ("lodo_residuals", {"preconditioner": "mixing"}),
+    ],
+)
+def test_what_an_ablation_takes_away_cannot_be_given(name, options):
+    (option,) = options
+    with pytest.raises(ValueError, match=f"^{name} cannot be made with the options .*{option}"):
+        build(name, Bowl(0, n=6), 0, options)
+
+
+def test_whose_rate_falls():
+    assert [name for name in (*BASELINES, "pytorch_optimizer.lars") if decays(name)] == ["lars"]
+
+
 # ---------------------------------------------------------------- names
 
 
@@ -761,6 +843,7 @@ BESIDE_THE_TABLE = {
     ("bowl", "bfgs"): {"lr": 0.01},
     ("bowl", "lm"): {"damping": 1e-5},
     ("rosenbrock", "lodo"): {"width": 4.0},
+    ("mnist", "lodo_no_momentum"): {"meta_lr": 7.946e-6, "lr": 0.08459},  # LODO's
 }
 
 
@@ -785,19 +868,100 @@ def test_what_the_paper_does_not_give():
 
 
 @pytest.mark.parametrize(
-    ("task", "name"), [(task, name) for task in ("bowl", "rosenbrock") for name in baselines._paper()[task]]
+    ("task", "name"), [(task, name) for task in ("bowl", "rosenbrock", "mnist") for name in baselines._paper()[task]]
 )
 def test_the_papers_settings_build(task, name):
-    optimizer = build(name, make_task(task, {}, 0), 0, paper_hyperparameters(task, name))
+    with using("digits"):
+        optimizer = build(name, make_task(task, {}, 0), 0, paper_hyperparameters(task, name))
     group = optimizer.param_groups[0]
     given = paper_hyperparameters(task, name)
     if "beta1" in given:
         given["betas"] = (given.pop("beta1"), given.pop("beta2"))
-    if name == "momentum":
+    if name in ("momentum", "lars"):
         given["momentum"] = given.pop("beta")
     if "width" in given:
         assert f"width={given.pop('width')}" in group["preconditioner"]
     assert {key: group[key] for key in given} == given
+
+
+# ---------------------------------------------------------------- hyperparameters from a file
+
+
+def settings_of(text, tmp_path, optimizers="adam, lodo(beta=0.5), torch.AdamW(lr=2)", task="bowl"):
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    return [hyperparameters(task, choice) for choice in with_settings(parse(optimizers), task, file)]
+
+
+def test_a_file_overrides_what_it_names(tmp_path):
+    text = """
+        [mnist]
+        adam = { lr = 3.0 }
+        [bowl]
+        adam = { lr = 0.5 }
+        yogi = { lr = 7.0 }
+        "torch.AdamW" = { lr = 1.0, betas = [0.5, 0.75], amsgrad = true }
+    """
+    assert settings_of(text, tmp_path) == [
+        {"lr": 0.5, "beta1": 0.465, "beta2": 0.9884},
+        {"meta_lr": 0.0009600, "beta": 0.5, "lr": 0.270},
+        {"lr": 2, "betas": [0.5, 0.75], "amsgrad": True},  # what is written on the command line comes first
+    ]
+
+
+def test_a_file_may_name_what_the_paper_has_not(tmp_path):
+    (found,) = settings_of("[bowl.lodo]\nrecipe = 'robust'\nlr = 1.0\n", tmp_path, "lodo")
+    assert found == {"meta_lr": 0.0009600, "beta": 0.195, "lr": 1.0, "recipe": "robust"}
+    (found,) = settings_of("[sphere.adam]\nlr = 1.0\n", tmp_path, "adam", "sphere")
+    assert found == {"lr": 1.0}
+
+
+def test_a_file_changes_neither_labels_nor_options(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[bowl]\nadam = { lr = 0.5 }\nlodo = { lr = 0.1 }\n")
+    before = parse("adam, lodo(beta=0.5), lodo, torch.SGD")
+    after = with_settings(before, "bowl", file)
+    assert [choice.label for choice in after] == [choice.label for choice in before]
+    assert [choice.options for choice in after] == [choice.options for choice in before]
+    assert after[-1] == before[-1]
+    assert paper_hyperparameters("bowl", "adam")["lr"] == 1.164
+
+
+def test_settings_of_a_choices_own_stay(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[bowl]\nadam = { lr = 0.5 }\n")
+    own = Choice("adam", title="Fast Adam", settings={"lr": 9})
+    assert with_settings([own, Choice("adam")], "bowl", file)[0] == own
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "must be a TOML file"),
+        ("[bowl\nadam = 1", "must be a TOML file"),
+        ("adam = { lr = 0.5, lr = 0.6 }", "must be a TOML file"),
+        (b"\xff\xfe", "must be a TOML file"),
+        ("", r"must name one of the optimizers in \[bowl\]"),
+        ("[mnist]\nadam = { lr = 0.5 }", r"must name one of the optimizers in \[bowl\]"),
+        ("[bowl]\nyogi = { lr = 0.5 }", r"must name one of the optimizers in \[bowl\]"),
+        ("[bowl]\nadam = 0.5", r"must have a table for each optimizer in \[bowl\]"),
+        ("[bowl]\nadam = { lr = 1 }\nlr = 0.5", r"must have a table for each optimizer in \[bowl\]"),
+        ("bowl = 3", r"must have a table for each optimizer in \[bowl\]"),
+        ("bowl = [1, 2]", r"must have a table for each optimizer in \[bowl\]"),
+    ],
+)
+def test_files_that_are_no_hyperparameters(text, said, tmp_path):
+    file = tmp_path / "mine.toml"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=f"^hyperparameters {said}") as error:
+        with_settings(parse("adam, lodo"), "bowl", file)
+    assert str(file) in str(error.value)
+
+
+def test_a_folder_is_no_file_of_hyperparameters(tmp_path):
+    with pytest.raises(ValueError, match=r"^hyperparameters must be a TOML file"):
+        with_settings(parse("adam"), "bowl", tmp_path)
 
 
 # ---------------------------------------------------------------- building

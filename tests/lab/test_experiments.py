@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -205,6 +206,25 @@ def test_seconds_limit_every_run_and_use_the_papers_other_column(tmp_path):
     assert load(run, tmp_path / "runs")["seconds"][-1] == pytest.approx(0.3, abs=0.2)
 
 
+def test_hyperparameters_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("[bowl]\nadam = { lr = 0.25 }\n[rosenbrock]\nadam = { lr = 9.0 }\n")
+    args = ("--steps", 40, "--seeds", 1, "--optimizers", "adam, momentum", "--workers", 0, "--out", tmp_path)
+    out = invoke("run", "bowl", *args, "--hyperparameters", "mine.toml")
+    summary = json.loads((tmp_path / "bowl" / "summary.json").read_text())
+    assert summary["settings"]["hyperparameters"] == "mine.toml"
+    for text in (out, (tmp_path / "bowl" / "table.md").read_text()):
+        assert "Hyperparameters from mine.toml." in text
+    found = {}
+    for file in (tmp_path / "runs").iterdir():
+        settings = json.loads(pq.read_schema(file).metadata[b"lodo"])["settings"]
+        found[settings["optimizer"]] = settings["options"]
+    assert found == {"adam": {"lr": 0.25, "beta1": 0.465, "beta2": 0.9884}, "momentum": {"lr": 1.394, "beta": 0.529}}
+    out = invoke("run", "bowl", *args)
+    assert "Hyperparameters from" not in out
+    assert len(list((tmp_path / "runs").iterdir())) == 3  # momentum's is the same
+
+
 def test_from_python(tmp_path):
     experiment = EXPERIMENTS["rosenbrock"]
     folder = conduct(experiment, experiment.request(seeds=1, choices=[Choice("adam")]), tmp_path, workers=0)
@@ -237,6 +257,11 @@ def test_from_python(tmp_path):
         (("bowl-noise", "--task", "v=3"), "v must not be"),
         (("bowl-frozen", "--optimizers", "adam"), "optimizers must be lodo"),
         (("bowl-frozen", "--seconds", "3"), "steps must be given"),
+        (("bowl", "--hyperparameters", "nowhere.toml"), "hyperparameters must be a TOML file, got 'nowhere.toml'"),
+        (("bowl", "--batch", "3"), "batch"),
+        (("bowl", "--optimizers", "lodo_no_momentum(beta=0.5)"), "lodo_no_momentum cannot be made with the options"),
+        (("mnist", "--data", "digits", "--task", "batch=0"), "batch must be an integer >= 1, got 0"),
+        (("mnist", "--data", "digits", "--batch", "0", "--task", "batch=3"), "batch must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_written(args, said, tmp_path):
@@ -259,6 +284,7 @@ def test_help_teaches():
     for command in ([sys.executable, "-m", "lodo", "--help"],):
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         assert "run" in out
+        assert "sample" in out
         assert "train-l2l" in out
 
 

@@ -8,11 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lodo.lab.run import threads
 from lodo.lab.tasks import fused
 from lodo.lab.tasks.fused import Block
 from lodo.lab.tasks.generator import _halve, fused_scores, initial_weights, inputs, sample, scores
 
 FAN_INS = [5, *[20, 9, 120] * 20, 20]  # of the layers: the first, twenty blocks of three, the last
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +325,7 @@ def test_the_first_pixel_follows_the_softmax(network, side):
     assert abs(distance - free) < 4 * (2 * free) ** 0.5
 
 
-def test_every_pixel_is_drawn_argsthose_before_it(network):
+def test_every_pixel_is_drawn_given_those_before_it(network):
     """By a network so sure of itself that nothing is left to chance."""
     sure = [p.detach() for p in network[:-2]] + [1e5 * p.detach() for p in network[-2:]]
     images = sample(sure, 2, 4, torch.Generator())

@@ -17,12 +17,28 @@ import pytest
 import torch
 
 from interruptions import interrupted, same_but_for_time
+from lodo._checks import check_int
 from lodo.lab import run as module
-from lodo.lab.baselines import paper_hyperparameters
+from lodo.lab.baselines import build, paper_hyperparameters
 from lodo.lab.files import load_state, read_checked, remove_leftovers, save_state
-from lodo.lab.run import Run, execute, load
+from lodo.lab.run import FORMAT, Run, execute, load, read_weights
+from lodo.lab.tasks import TASKS, Bowl
 
-EVERY = ("adam", "momentum", "rmsprop", "yogi", "lbfgs", "lbfgs_slip", "olbfgs", "l2l", "lodo", "bfgs", "lm", "newton")
+EVERY = (
+    "adam",
+    "momentum",
+    "rmsprop",
+    "yogi",
+    "lars",
+    "lbfgs",
+    "lbfgs_slip",
+    "olbfgs",
+    "l2l",
+    "lodo",
+    "bfgs",
+    "lm",
+    "newton",
+)
 
 
 def bowl(optimizer="lodo", evaluations=60, seed=0, **settings):
@@ -371,3 +387,207 @@ def test_metadata_tells_what_the_numbers_were_made_with(tmp_path):
     assert about["environment"].keys() >= {"lodo", "numba", "numpy", "pytorch_optimizer", "python"}
     assert about["steps"] == 60
     assert about["diverged"] is False
+
+
+# ---------------------------------------------------------------- what a run ends with
+
+
+class Kept(Bowl):
+    """A bowl whose weights are worth a file, and with something to measure at the end."""
+
+    keeps_weights = True
+    measured = 0
+
+    def final(self):
+        Kept.measured += 1
+        return {"first": float(self.x.detach()[0]), "third": 1 / 3, "none": float("nan")}
+
+
+def kept(monkeypatch, optimizer="adam", evaluations=20, **settings):
+    monkeypatch.setitem(TASKS, "kept", Kept)
+    Kept.measured = 0
+    settings.setdefault("options", paper_hyperparameters("bowl", optimizer))
+    return Run("kept", optimizer, 0, evaluations, task_options={"n": 5}, **settings)
+
+
+def test_what_is_measured_at_the_end_is_stored(tmp_path, monkeypatch):
+    run = kept(monkeypatch)
+    execute(run, tmp_path)
+    final = load(run, tmp_path).final
+    assert final.keys() == {"first", "third", "none"}
+    assert final["third"] == 1 / 3
+    assert np.isnan(final["none"])
+    execute(run, tmp_path)
+    assert Kept.measured == 1
+
+
+def test_the_weights_are_those_at_the_end(tmp_path, monkeypatch):
+    run = kept(monkeypatch)
+    execute(run, tmp_path)
+    curve = load(run, tmp_path)
+    assert curve.weights == run.weights_path(tmp_path)
+    settings, (x,) = read_weights(curve.weights)
+    assert settings == json.loads(run.settings)
+    assert settings["format"] == FORMAT
+    task = Kept(0, n=5)
+    optimizer = build("adam", task, 0, run.options)
+    for _ in range(20):
+        task.draw()
+        optimizer.step(task.evaluate)
+    assert torch.equal(x, task.x)
+    assert float(x[0]) == curve.final["first"]
+    assert not x.requires_grad
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".parquet", ".weights"]
+
+
+def test_a_task_that_keeps_nothing_has_no_weights(tmp_path):
+    run = bowl("adam")
+    execute(run, tmp_path)
+    curve = load(run, tmp_path)
+    assert (curve.final, curve.weights) == ({}, None)
+    assert [file.suffix for file in tmp_path.iterdir()] == [".parquet"]
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch):
+    run = kept(monkeypatch, "lodo")
+    execute(run, tmp_path / "whole")
+    interrupted(run, tmp_path / "parts", pytest.MonkeyPatch(), 7)
+    assert not run.weights_path(tmp_path / "parts").exists()
+    execute(run, tmp_path / "parts")
+    whole, parts = load(run, tmp_path / "whole"), load(run, tmp_path / "parts")
+    assert torch.equal(*(read_weights(curve.weights)[1][0] for curve in (whole, parts)))
+    assert whole.final["first"] == parts.final["first"]
+
+
+def test_weights_where_a_checkpoint_stands(tmp_path, monkeypatch):
+    run = kept(monkeypatch)
+    interrupted(run, tmp_path, pytest.MonkeyPatch(), 7)
+    settings, (x,) = read_weights(run.checkpoint_path(tmp_path))
+    assert settings == json.loads(run.settings)
+    short = kept(monkeypatch, evaluations=7)
+    execute(short, tmp_path)
+    assert torch.equal(x, read_weights(short.weights_path(tmp_path))[1][0])
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "longer", "altered", "text"])
+def test_damaged_weights_are_refused_by_name(damage, tmp_path, monkeypatch):
+    run = kept(monkeypatch)
+    execute(run, tmp_path)
+    path = run.weights_path(tmp_path)
+    whole = path.read_bytes()
+    altered = bytearray(whole)
+    altered[len(whole) // 2] ^= 1
+    contents = {"empty": b"", "cut": whole[:-1], "longer": whole + b"0", "altered": bytes(altered), "text": b"x = 1\n"}
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(contents[damage])
+    with pytest.raises(ValueError, match="must be a whole file of weights or a checkpoint") as error:
+        read_weights(path)
+    assert str(error.value).startswith(str(path))
+
+
+def test_a_diverged_run_has_no_weights_and_nothing_at_the_end(tmp_path, monkeypatch):
+    run = kept(monkeypatch, "momentum", 500, options={"lr": 1e3, "beta": 0.9})
+    execute(run, tmp_path)
+    curve = load(run, tmp_path)
+    assert curve.diverged
+    assert (curve.final, curve.weights) == ({}, None)
+    assert Kept.measured == 0
+    assert [file.suffix for file in tmp_path.iterdir()] == [".parquet"]
+
+
+def test_a_kill_while_the_end_is_measured_costs_what_comes_after_the_checkpoint(tmp_path, monkeypatch):
+    run = kept(monkeypatch)
+    execute(run, tmp_path / "whole")
+
+    def killed(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Kept, "final", killed)
+        with pytest.raises(KeyboardInterrupt):
+            execute(run, tmp_path, checkpoint_every=0)
+    assert load(run, tmp_path) is None
+    execute(run, tmp_path)
+    same_but_for_time(load(run, tmp_path), load(run, tmp_path / "whole"))
+
+
+# ---------------------------------------------------------------- rates
+
+
+def rates_of(run, monkeypatch):
+    """A list that gets the rates of every step of a run."""
+    rates = []
+
+    def watched(*args):
+        optimizer = build(*args)
+        optimizer.register_step_pre_hook(lambda it, *_: rates.append([group["lr"] for group in it.param_groups]))
+        return optimizer
+
+    monkeypatch.setattr(module, "build", watched)
+    return rates
+
+
+FALLING = [[0.3 * (1 - step / 25) ** 2] for step in range(25)]
+
+
+def test_the_rate_of_lars_falls_with_the_square_of_what_is_left(tmp_path, monkeypatch):
+    run = bowl("lars", 25, options={"lr": 0.3, "beta": 0.5})
+    rates = rates_of(run, monkeypatch)
+    execute(run, tmp_path)
+    assert rates == FALLING
+
+
+def test_the_rate_of_lars_goes_on_where_it_was(tmp_path, monkeypatch):
+    run = bowl("lars", 25, options={"lr": 0.3, "beta": 0.5})
+    rates = rates_of(run, monkeypatch)
+    for after in (4, 7):
+        interrupted(run, tmp_path, pytest.MonkeyPatch(), after)
+    assert rates == FALLING[:5] + FALLING[4:12]  # the step after the last checkpoint is done again
+    rates.clear()
+    execute(run, tmp_path)
+    assert rates == FALLING[11:]
+
+
+def test_the_rate_of_lars_falls_with_time_if_that_ends_the_run(tmp_path, monkeypatch):
+    run = bowl("lars", None, seconds=0.2, options={"lr": 0.3, "beta": 0.5})
+    rates = rates_of(run, monkeypatch)
+    execute(run, tmp_path)
+    rates = [rate for (rate,) in rates]
+    assert rates[0] == 0.3
+    assert rates == sorted(rates, reverse=True)
+    assert 0 <= rates[-1] < 0.03
+    before = load(run, tmp_path)["seconds"][:-1].astype(float)
+    np.testing.assert_allclose(rates[1:], 0.3 * (1 - before / 0.2) ** 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum", "yogi", "lodo", "pytorch_optimizer.lars", "torch.SGD"])
+def test_other_rates_stay(optimizer, tmp_path, monkeypatch):
+    run = bowl(optimizer, 12, options={"lr": 0.03})
+    rates = rates_of(run, monkeypatch)
+    execute(run, tmp_path)
+    assert rates == [[0.03]] * 12
+
+
+# ---------------------------------------------------------------- whole numbers
+
+
+@pytest.mark.parametrize("value", [1, 5, np.int64(3)])
+def test_whole_numbers_within_bounds(value):
+    check_int("depth", value, low=1, high=5)
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "said"),
+    [
+        (6, {"high": 5}, "depth must be an integer >= 1 and <= 5, got 6"),
+        (0, {"high": 5}, "depth must be an integer >= 1 and <= 5, got 0"),
+        (2.0, {"high": 5}, "depth must be an integer >= 1 and <= 5, got 2.0"),
+        (True, {"high": 5}, "depth must be an integer >= 1 and <= 5, got True"),
+        (0, {}, "depth must be an integer >= 1, got 0"),
+    ],
+)
+def test_whole_numbers_out_of_bounds(value, bounds, said):
+    with pytest.raises(ValueError, match="depth") as error:
+        check_int("depth", value, low=1, **bounds)
+    assert str(error.value) == said
