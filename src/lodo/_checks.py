@@ -17,7 +17,9 @@ def check_int(name: str, value: object, *, low: int, high: int | None = None) ->
     """
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or int(value) < low or (high is not None and int(value) > high):  # type: ignore[call-overload]
-        raise ValueError(f"{name} must be an integer >= {low}{f' and <= {high}' if high else ''}, got {value!r}")
+        raise ValueError(
+            f"{name} must be an integer >= {low}{'' if high is None else f' and <= {high}'}, got {value!r}"
+        )
 
 
 def check_real(name: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False) -> None:

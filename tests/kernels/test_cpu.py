@@ -82,6 +82,27 @@ def test_the_number_of_threads_changes_nothing(name):
         assert many[3]["gate"] == pytest.approx(state["gate"], rel=1e-4)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("mixing", ["random", "shuffle"])
+def test_what_is_fed_is_rounded_as_written(mixing, threads):
+    """Without fused multiply-adds, whichever function was compiled first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = torch.nn.Parameter(torch.randn(9000, generator=torch.Generator().manual_seed(1)))
+        opt = LODO([x], lr=0.3, depth=2, backend="numba", momentum="learned", mixing=mixing)
+        for _ in range(3):
+            x.grad = torch.linspace(0.1, 1, 9000) * x.detach()
+            opt.step()
+        state = opt._state(0)
+        w, rest = (torch.tensor(value, dtype=torch.float32) for value in (state["gate"][0], 1 - state["gate"][0]))
+        fed = torch.from_numpy(opt._network(0).engine._work._u)
+        assert w != 1
+        assert torch.equal(fed, rest * state["last_gradient"] + w * state["momentum"])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_number_of_threads_changes_nothing_in_double_precision():
     """The root mean square of a layer is a sum over all of it, whose order single precision would hide."""
     one, many = (train(threads, dtype=torch.float64, meta_optimizer="schedule-free") for threads in (1, 2))

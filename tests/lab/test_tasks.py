@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from digits import write_mnist
 from helpers import matrix, natural, same
 from lodo import LODO
 from lodo.lab.data import using
@@ -363,7 +362,7 @@ def test_unknown_names():
 
 
 def test_tasks_by_name(tmp_path):
-    with using(write_mnist(tmp_path)):
+    with using("digits"):
         assert {name: type(make_task(name, {}, 0)) for name in TASKS} == TASKS
     task = make_task("bowl", {"n": 7, "v": 2.0, "dtype": "float64"}, 4)
     assert (len(task.x), task.v, task.x.dtype, task.seed) == (7, 2.0, F64, 4)

@@ -1,19 +1,22 @@
 """What is fed to the network, on CPUs.
 
 Without fused multiply-adds: which of two products of a sum is fused would be the compiler's choice, and another one in
-a kernel for many threads.
+a kernel for many threads. That must be said: what says nothing is compiled as the function that calls it first.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from numba import njit
 
 from lodo import gate as gates
 
-_updated = njit(error_model="numpy")(gates.updated)
+_STRICT: dict[str, Any] = {"error_model": "numpy", "fastmath": False}
+_updated = njit(**_STRICT)(gates.updated)
 
 
-@njit(error_model="numpy")
+@njit(**_STRICT)
 def learn_gate(gate, scale, Gg, m, last):
     """The gate after the last step, from G g, the momentum and the gradient it was between."""
     slope = 0.0
@@ -22,7 +25,7 @@ def learn_gate(gate, scale, Gg, m, last):
     return _updated(gate, scale * slope)
 
 
-@njit(error_model="numpy")
+@njit(**_STRICT)
 def feed(u, m, g, last, beta, gated, gate):
     """m = beta m + (1 - beta) g, and u = m or, gated, (1 - w) g + w m; ``last`` remembers g."""
     real = m.dtype.type

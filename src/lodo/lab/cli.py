@@ -163,7 +163,7 @@ def sample(
         side = 8 if settings["task_options"].get("digest") == DIGITS_DIGEST else 28
         with console.status("drawing"):
             save_picture(grid(draw_images(network, number, side, seed)), out)
-    console.print(f"wrote {out}", markup=False, highlight=False)
+    console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("train-l2l")

@@ -72,6 +72,8 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
         "environments": _environments(results),
     }
     about = experiment.about(request)
+    if request.hyperparameters:
+        about += f" Hyperparameters from {request.hyperparameters}."
     write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     write_atomically(folder / "table.md", tables.markdown(experiment.title, about, rows, notes).encode())
     with look():

@@ -170,7 +170,7 @@ def execute(
             if training.task.keeps_weights and not training.diverged:
                 training.save_weights(run.weights_path(folder))
             write_atomically(path, training.parquet())
-    for file in (path, checkpoint):
+    for file in (path, checkpoint, run.weights_path(folder)):
         remove_leftovers(file)
     checkpoint.unlink(missing_ok=True)
     progress(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -208,10 +209,18 @@ def with_settings(choices: Sequence[Choice], task: str, path: Path) -> list[Choi
         table = tomllib.loads(path.read_text(encoding="utf-8")).get(task, {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"hyperparameters must be a TOML file, got {str(path)!r}: {error}") from error
-    if not isinstance(table, dict) or not all(isinstance(values, dict) for values in table.values()):
-        raise ValueError(f"hyperparameters must have a table for each optimizer in [{task}], got {table!r} in {path}")
-    if not table.keys() & {choice.optimizer for choice in choices}:
-        raise ValueError(f"hyperparameters must name one of the optimizers in [{task}], got {str(path)!r}")
+    try:
+        table = {resolve(name): dict(values) for name, values in table.items()}
+        json.dumps(table, allow_nan=False)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"hyperparameters must have a table of numbers for each optimizer in [{task}], got {str(path)!r}: {error}"
+        ) from error
+    if not table.keys() & {choice.optimizer for choice in choices if choice.settings is None}:
+        raise ValueError(
+            f"hyperparameters must name in [{task}] an optimizer that is run here without settings of its own, "
+            f"got {str(path)!r}"
+        )
     return [
         replace(choice, settings={**paper_hyperparameters(task, choice.optimizer), **table[choice.optimizer]})
         if choice.settings is None and choice.optimizer in table

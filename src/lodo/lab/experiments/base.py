@@ -144,8 +144,6 @@ class Experiment(ABC):
     def about(self, request: Request) -> str:
         """The size of what was run, beside the paper's."""
         step = "A step is one evaluation of the loss and its gradient."
-        if request.hyperparameters:
-            step += f" Hyperparameters from {request.hyperparameters}."
         if request.task_options:
             return f"{self.size(request)}: not the paper's task. {step}"
         if request.evaluations == self.full.evaluations and request.seeds == self.full.seeds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -11,12 +12,14 @@ import torch
 from matplotlib.figure import Figure
 
 from lodo.lab import data
-from lodo.lab.experiments.base import Request, Results, Size, tail
+from lodo.lab.experiments.base import Plan, Request, Results, Size, tail
 from lodo.lab.experiments.networks import SPEED, NetworkExperiment, learning_curves, speed
 from lodo.lab.report.figures import canvas
 from lodo.lab.report.tables import Paper, Row
 from lodo.lab.run import Curve, read_weights, threads
 from lodo.lab.tasks.generator import inputs, sample
+
+log = logging.getLogger(__name__)
 
 TRAINING = "training loss over the last 10 %, nats a pixel"
 TEST = "test loss at the end, nats a pixel"
@@ -158,6 +161,13 @@ class MomentumExperiment(MnistExperiment):
     full = Size(evaluations=300_000, seeds=1)
     optimizers = ", ".join(f"lodo(beta={beta})" for beta in BETAS)
 
+    def plan(self, request: Request) -> Plan:
+        plan = super().plan(request)
+        for cell, (run, *_) in plan.items():
+            if "beta" not in run.options:
+                raise ValueError(f"optimizers must have an option beta, such as lodo(beta=0.5), got {cell.label}")
+        return plan
+
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
         figure, (axes,) = canvas()
         betas = [float(curves[0].run.options["beta"]) for curves in results.values()]
@@ -191,7 +201,7 @@ def draw_inputs() -> Figure:
     titles = ("known pixels", "left of the query", "known", "row", "column")
     for at, place in enumerate(axes):
         row, column = divmod(at, len(x))
-        place.imshow(x[column, :, :, row], cmap="gray", vmin=0 if column == 0 else -1, vmax=1)
+        place.imshow(x[column, :, :, row].numpy(), cmap="gray", vmin=0 if column == 0 else -1, vmax=1)
         place.set_axis_off()
         if row == 0:
             place.set_title(titles[column], fontsize="xx-small")
@@ -210,8 +220,13 @@ def draw_samples(name: str, results: Results) -> dict[str, Figure]:
         place.set_axis_off()
     for place, (label, path) in zip(axes, networks.items(), strict=False):
         assert path is not None
-        place.imshow(grid(draw_images(read_weights(path)[1], GRID, side, seed=0)), cmap="gray", vmin=0, vmax=255)
         place.set_title(label, fontsize="small")
+        try:
+            weights = read_weights(path)[1]
+        except ValueError as error:
+            log.warning("no images of %s are drawn: %s", label, error)
+            continue
+        place.imshow(grid(draw_images(weights, GRID, side, seed=0)), cmap="gray", vmin=0, vmax=255)
     return {f"{name}-samples": figure}
 
 

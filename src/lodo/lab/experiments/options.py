@@ -136,7 +136,9 @@ class OptionsExperiment(Experiment):
         if request.evaluations is None:
             raise ValueError(f"steps must be given for {self.name} instead of seconds: the change comes half-way")
         if request.choices != (Choice("lodo"),):
-            raise ValueError(f"optimizers must not be given for {self.name}: it has its own settings of lodo")
+            raise ValueError(
+                f"optimizers and hyperparameters must not be given for {self.name}: it has its own settings of lodo"
+            )
         if request.task_options:
             raise ValueError(
                 f"task must not be given for {self.name}: it goes through its own, got {request.task_options}"

@@ -168,7 +168,7 @@ class Block(Function):
             torch.addmm(flat, w1.t(), g_a).view(x.shape),
             g_a @ x.view(channels, -1).t(),
             g_a.sum(1),
-            g_w2[:, :9].reshape(w2.shape),
+            g_w2[:, :9].contiguous().view(w2.shape),
             g_w2[:, 9].clone(),
             flat @ out.view(outputs, -1).t(),
             flat.sum(1),

@@ -53,6 +53,8 @@ class Mnist(Task):
         digits = data.load("mnist")
         data.check_digest(digits, digest)
         images = digits.train.images
+        if len(images) <= HELD_OUT:
+            raise ValueError(f"data must have more than {HELD_OUT} training images, got {len(images)}")
         self.train, self.validation, self.test = images[:-HELD_OUT], images[-HELD_OUT:], digits.test.images
         for name, size in (("validation_size", validation_size), ("test_size", test_size)):
             if size is not None:
