@@ -60,8 +60,8 @@ def test_lengths_and_tasks_of_the_tables():
     ("asked", "message"),
     [
         ({"evaluations": None, "seconds": 3.0}, "steps must be given for bowl-options"),
-        ({"choices": parse("lodo(beta=0.5)")}, "optimizers must not be given for bowl-options"),
-        ({"choices": parse("adam")}, "optimizers must not be given for bowl-options"),
+        ({"choices": parse("lodo(beta=0.5)")}, "optimizers and hyperparameters must not be given for bowl-options"),
+        ({"choices": parse("adam")}, "optimizers and hyperparameters must not be given for bowl-options"),
         ({"task_options": {"n": 50}}, "task must not be given for bowl-options.*'n': 50"),
     ],
 )
