@@ -62,8 +62,8 @@ class Residual(Preconditioner):
         c, d = _down(theta, P, D * a[-1]), _down(theta, P, D * b[-1])
         h = torch.empty_like(theta)
         for i, p in enumerate(P):
-            torch.mul(d[i + 1], a[i][p], out=h[i])
-            h[i].addcmul_(c[i + 1], b[i][p])
+            torch.mul(d[i + 1], a[i].index_select(0, p), out=h[i])
+            h[i].addcmul_(c[i + 1], b[i].index_select(0, p))
         torch.mul(a[-1], b[-1], out=h[-1])
         return h
 
@@ -83,7 +83,7 @@ def _up(theta: Tensor, P: Tensor, v: Tensor) -> list[Tensor]:
     x[: v.numel()] = v
     xs = [x]
     for w, p in zip(theta[:-1], P, strict=True):
-        xs.append(torch.addcmul(xs[-1], w, xs[-1][p]))
+        xs.append(torch.addcmul(xs[-1], w, xs[-1].index_select(0, p)))
     return xs
 
 
@@ -91,7 +91,6 @@ def _down(theta: Tensor, P: Tensor, y: Tensor) -> list[Tensor]:
     """The activations c_0 to c_N of y = c_N on the way back down."""
     ys = [y]
     for w, p in zip(theta[:-1].flip(0), P.flip(0), strict=True):
-        back = torch.empty_like(y)
-        back[p] = w * ys[-1]  # P^T (w * y)
+        back = torch.empty_like(y).scatter_(0, p.long(), w * ys[-1])  # P^T (w * y)
         ys.append(back.add_(ys[-1]))
     return ys[::-1]
