@@ -181,7 +181,7 @@ def test_without_a_place_for_the_cache_it_still_works(tmp_path):
         from lodo import LODO
         from lodo.kernels import cpu
         LODO([torch.nn.Parameter(torch.ones(5))], backend="numba").precondition(torch.ones(5))
-        print(cpu._CACHE)
+        print(cpu.CACHE)
         """
     )
     assert out.stdout.strip() == "False"

@@ -53,7 +53,7 @@ def _can_cache() -> bool:
     return True
 
 
-_CACHE = _can_cache()
+CACHE = _can_cache()
 _SOURCES = [Path(str(module.__file__)) for module in (gates, metas, gating, permuted, shuffled, tiles)]
 _VERSION = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()[:8]
 
@@ -75,7 +75,7 @@ class _Kernel:
         name = f"{function.__name__}_{'parallel' if parallel else 'serial'}_{_VERSION}"
         twin = FunctionType(function.__code__, function.__globals__, name)
         twin.__qualname__, twin.__module__ = name, function.__module__
-        compiled: Callable[..., Any] = njit(parallel=parallel, cache=_CACHE, **tiles.TILE)(twin)
+        compiled: Callable[..., Any] = njit(parallel=parallel, cache=CACHE, **tiles.TILE)(twin)
         return compiled
 
     def parallel(self, *arguments: object) -> Any:
@@ -104,7 +104,7 @@ _APPLY = {"random": _Kernel(permuted.apply), "shuffle": _Kernel(shuffled.apply)}
 _ADVANCE = {"random": _Kernel(permuted.advance), "shuffle": _Kernel(shuffled.advance)}
 
 
-@njit(cache=_CACHE, fastmath={"contract", "reassoc"})
+@njit(cache=CACHE, fastmath={"contract", "reassoc"})
 def _norm(v: Any) -> Any:
     square = 0.0
     for x in v:

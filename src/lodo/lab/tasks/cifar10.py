@@ -213,11 +213,8 @@ def moments(images: Tensor) -> tuple[Tensor, Tensor]:
 
 def _first(name: str, size: int | None, found: data.Labelled) -> tuple[Tensor, Tensor]:
     """So many images, in three colours, and their labels."""
-    there = len(found.images)
     if size is not None:
-        check_int(name, size, low=1)
-        if size > there:
-            raise ValueError(f"{name} must be at most {there}, as many images as there are, got {size}")
+        check_int(name, size, low=1, high=len(found.images))
     images = found.images[:size]
     colours = images if images.ndim == 4 else images[:, None].expand(-1, 3, -1, -1)
     return colours, found.labels[:size].long()
