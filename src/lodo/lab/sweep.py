@@ -31,6 +31,10 @@ _DASK = {
     "distributed.worker.daemon": True,
     "distributed.logging.distributed": "error",
     "distributed.comm.retry.count": 3,
+    # Dask makes workers return memory at once, so that a network, which asks for it again at every step, takes twice as
+    # long.
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 2**30,
+    "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 2**25,
 }
 
 Report = Callable[[Run, float], None]  # a run, and the fraction of it that is done
