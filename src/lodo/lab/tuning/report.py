@@ -150,8 +150,9 @@ def draw(search: Search, study: optuna.Study) -> Figure:
             place.plot(list(generations), means, color="black", lw=1, marker="_", label="mean")
     for place in axes[:panels]:
         place.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[0].legend(fontsize="x-small")
-    axes[1].legend(fontsize="x-small")
+    for place in axes[:2]:
+        if place.get_legend_handles_labels()[0]:
+            place.legend(fontsize="x-small")
     for unused in axes[panels:]:
         unused.set_axis_off()
     return figure
