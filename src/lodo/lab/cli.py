@@ -1,4 +1,4 @@
-"""The command line: ``lodo run NAME``."""
+"""The command line: ``lodo run NAME``, ``lodo tune TASK``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from optuna import Study
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from lodo._checks import check_choice
 from lodo.lab.baselines import BASELINES
 from lodo.lab.baselines.l2l import EPISODES, train
 from lodo.lab.baselines.weights import save_weights
@@ -24,6 +26,10 @@ from lodo.lab.experiments.mnist import draw_images, grid
 from lodo.lab.report.figures import save_picture
 from lodo.lab.run import read_weights, threads
 from lodo.lab.sweep import RunError
+from lodo.lab.tasks import TASKS
+from lodo.lab.tuning.report import state, write
+from lodo.lab.tuning.search import SAMPLERS, plan
+from lodo.lab.tuning.study import tune as conduct_search
 
 app = typer.Typer(
     help="LODO's laboratory: the paper's experiments, each in one command.",
@@ -144,6 +150,94 @@ def run(
             scheduler=scheduler,
             checkpoint_every=checkpoint_every,
             console=console,
+        )
+
+
+@app.command(no_args_is_help=True)
+def tune(
+    task_name: Annotated[str, typer.Argument(metavar="TASK", help=f"One of {', '.join(TASKS)}.")],
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="Which one; options given with it stay fixed: lodo, 'lodo(momentum=\"learned\")', torch.AdamW."
+        ),
+    ],
+    schedule: Annotated[
+        str, typer.Option(help="paper: as in the paper; quick: a few short generations, to see it work.")
+    ] = "paper",
+    sampler: Annotated[
+        str,
+        typer.Option(
+            help=f"paper: the evolutionary algorithm of the paper; or one of Optuna's, {', '.join(SAMPLERS)}, on as "
+            "many full-length trials as take as long."
+        ),
+    ] = "paper",
+    space: Annotated[
+        str | None,
+        typer.Option(
+            help="What to tune and where to start: 'rate(lr=0.001), decay(beta=0.9)'. Rates are varied in ln x, "
+            "decays in ln(1 - x); (start, low, high) sets bounds; an integer start stands for integers. Default: "
+            "what the paper tunes of its optimizers."
+        ),
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="How many, for Optuna's samplers.")] = None,
+    seed: Annotated[int, typer.Option(help="Draws the trials and their runs.", min=0)] = 0,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Options of the task that differ from the paper's, such as 'n=200, condition=1e4'."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder with data sets, or 'digits', as for `lodo run`.")] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Database of the study: sqlite:///FILE, postgresql://... Processes that are given the same one share "
+            "the work. Default: tuning.db in --out."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for runs, tuned values and figures.")] = Path("results"),
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; 0 works in this one, without Dask. Default: one a core.")
+    ] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
+    ] = None,
+) -> None:
+    """Tune an optimizer on a task: as the paper does before it compares, or by one of Optuna's samplers.
+
+    Ends with the tuned values beside the paper's and a file for `lodo run --hyperparameters`. The study is in Optuna's
+    storage: the same command continues it, and `optuna-dashboard` shows it.
+    """
+    console = Console()
+    kept = "finished trials and checkpoints are kept: the same command continues from here"
+    with _errors_in_words(console, kept), using(data):
+        check_choice("TASK", task_name, tuple(TASKS))
+        search = plan(
+            task_name,
+            optimizer,
+            schedule=schedule,
+            sampler=sampler,
+            space=space,
+            trials=trials,
+            seed=seed,
+            task_options=_options(task),
+        )
+        address = storage or f"sqlite:///{out / 'tuning.db'}"
+        console.print(f"study {search.name} in {address}", markup=False, highlight=False, soft_wrap=True)
+        with Progress(*Progress.get_default_columns(), "{task.fields[state]}", console=console) as progress:
+            bar = progress.add_task("trials", total=search.number, state="")
+
+            def show(study: Study) -> None:
+                done, words = state(search, study)
+                progress.update(bar, completed=done, state=words)
+
+            study = conduct_search(search, address, out, workers=workers, scheduler=scheduler, report=show)
+        written = write(search, study, address, out / "tune" / search.name, console)
+        experiment = next((e.name for e in EXPERIMENTS.values() if e.task == search.task), search.task)
+        console.print(
+            f"use them: lodo run {experiment} --hyperparameters {written}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -11,7 +11,9 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import resource_tracker
@@ -71,8 +73,6 @@ def sweep(
         >>> len(load(run, folder)["loss"])
         20
     """
-    if workers is not None:
-        check_int("workers", workers, low=0)
     todo = []
     for run in dict.fromkeys(runs):
         if load(run, folder) is None:
@@ -83,16 +83,140 @@ def sweep(
         run.check()
     if not todo:
         return
+    with crew(
+        folder,
+        workers=workers,
+        scheduler=scheduler,
+        report=report,
+        checkpoint_every=checkpoint_every,
+        at_most=len(todo),
+    ) as hired:
+        hired.take(todo)
+        while hired.busy:
+            hired.wait()
+
+
+class Crew(ABC):
+    """Those who do runs: give them some with `take`, and `wait` for the next that is finished."""
+
+    hands: int  # how many runs are done at once
+
+    def __init__(self, folder: Path, report: Report, checkpoint_every: float) -> None:
+        self.folder, self.report, self.checkpoint_every = folder, report, checkpoint_every
+
+    @property
+    @abstractmethod
+    def busy(self) -> int:
+        """How many runs have been taken and not finished."""
+
+    @abstractmethod
+    def take(self, runs: Iterable[Run]) -> None:
+        """Begin with these runs; finished ones cost nothing."""
+
+    @abstractmethod
+    def wait(self) -> Run:
+        """The next run that is finished. A run's own error is a `RunError`."""
+
+
+@contextmanager
+def crew(
+    folder: Path,
+    *,
+    workers: int | None = None,
+    scheduler: str | None = None,
+    report: Report = lambda run, fraction: None,
+    checkpoint_every: float = 10.0,
+    at_most: int | None = None,
+) -> Iterator[Crew]:
+    """Those who do runs, with the options of `sweep`; no more local processes than ``at_most``."""
+    if workers is not None:
+        check_int("workers", workers, low=0)
     folder = folder.absolute()
-    if workers == 0 and scheduler is None:
-        for run in todo:
-            try:
-                execute(run, folder, checkpoint_every=checkpoint_every, progress=partial(report, run))
-            except Exception as error:
-                raise RunError(f"{run.name} failed: {error}") from error
+    number = min(CPU_COUNT if workers is None else workers, CPU_COUNT if at_most is None else at_most)
+    if scheduler is None and number == 0:
+        yield _Alone(folder, report, checkpoint_every)
         return
-    with dask.config.set(_DASK), _client(scheduler, min(workers or CPU_COUNT, len(todo))) as client:
-        _on(client, todo, folder, report, checkpoint_every)
+    with dask.config.set(_DASK), _client(scheduler, number) as client:
+        hired = _Many(client, folder, report, checkpoint_every)
+        try:
+            yield hired
+        finally:
+            hired.dismiss()
+
+
+class _Alone(Crew):
+    """This process, one run after the other."""
+
+    hands = 1
+
+    def __init__(self, folder: Path, report: Report, checkpoint_every: float) -> None:
+        super().__init__(folder, report, checkpoint_every)
+        self.runs: deque[Run] = deque()
+
+    @property
+    def busy(self) -> int:
+        return len(self.runs)
+
+    def take(self, runs: Iterable[Run]) -> None:
+        self.runs.extend(runs)
+
+    def wait(self) -> Run:
+        run = self.runs.popleft()
+        progress = partial(self.report, run)
+        try:
+            execute(run, self.folder, checkpoint_every=self.checkpoint_every, progress=progress)
+        except Exception as error:
+            raise RunError(f"{run.name} failed: {error}") from error
+        return run
+
+
+class _Many(Crew):
+    """Dask's workers."""
+
+    def __init__(self, client: Any, folder: Path, report: Report, checkpoint_every: float) -> None:
+        super().__init__(folder, report, checkpoint_every)
+        self.client = client
+        self.own = f"lodo-{uuid.uuid4().hex}"  # others may sweep on the same scheduler
+        self.by_name: dict[str, Run] = {}
+        self.futures: dict[Any, Run] = {}
+        self.completed = distributed.as_completed(loop=client.loop)
+        client.subscribe_topic(self.own, lambda event: report(self.by_name[event[1]["run"]], event[1]["done"]))
+
+    @property
+    def hands(self) -> int:  # type: ignore[override]  # workers come and go
+        return max(1, len(self.client.nthreads()))
+
+    @property
+    def busy(self) -> int:
+        return len(self.futures)
+
+    def take(self, runs: Iterable[Run]) -> None:
+        for run in runs:
+            self.by_name[run.name] = run
+            key = f"{self.own}-{run.name}"
+            future = self.client.submit(_work, run, self.folder, self.checkpoint_every, self.own, key=key)
+            self.futures[future] = run
+            self.completed.add(future)
+
+    def wait(self) -> Run:
+        future = next(self.completed)
+        run = self.futures.pop(future)
+        if future.cancelled():
+            raise RunError(f"{run.name} was cancelled on the scheduler; the same command continues from here")
+        error = future.exception()
+        if error is not None:
+            raise RunError(f"{run.name} failed: {error}") from error
+        if load(run, self.folder) is None:
+            raise RunError(
+                f"{run.name} was done by a worker, but there is no file of it in {self.folder}: "
+                "the folder of --out must be one that this machine and the cluster's workers share"
+            )
+        self.report(run, 1.0)
+        return run
+
+    def dismiss(self) -> None:
+        """Have unfinished runs stopped."""
+        self.client.cancel(list(self.futures), force=True)
 
 
 @contextmanager
@@ -133,29 +257,6 @@ def _interrupts_held_back() -> Iterator[None]:
 def _one_of_each(runs: Sequence[Run]) -> list[Run]:
     """One run for every combination of task, optimizer and options, whatever the seed."""
     return list({(run.task, run.optimizer, str(run.task_options), str(run.options)): run for run in runs}.values())
-
-
-def _on(client: Any, runs: Sequence[Run], folder: Path, report: Report, checkpoint_every: float) -> None:
-    by_name = {run.name: run for run in runs}
-    own = f"lodo-{uuid.uuid4().hex}"  # others may sweep on the same scheduler
-    client.subscribe_topic(own, lambda event: report(by_name[event[1]["run"]], event[1]["done"]))
-    futures = {client.submit(_work, run, folder, checkpoint_every, own, key=f"{own}-{run.name}"): run for run in runs}
-    try:
-        for future in distributed.as_completed(list(futures), loop=client.loop):
-            run = futures[future]
-            if future.cancelled():
-                raise RunError(f"{run.name} was cancelled on the scheduler; the same command continues from here")
-            error = future.exception()
-            if error is not None:
-                raise RunError(f"{run.name} failed: {error}") from error
-            if load(run, folder) is None:
-                raise RunError(
-                    f"{run.name} was done by a worker, but there is no file of it in {folder}: "
-                    "the folder of --out must be one that this machine and the cluster's workers share"
-                )
-            report(run, 1.0)
-    finally:
-        client.cancel(list(futures), force=True)
 
 
 def _work(run: Run, folder: Path, checkpoint_every: float, topic: str) -> None:

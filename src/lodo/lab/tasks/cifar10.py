@@ -45,6 +45,7 @@ class Cifar10(Task):
     """
 
     threads: ClassVar[int | None] = None
+    dataset: ClassVar[str | None] = "cifar10"
 
     def __init__(
         self,

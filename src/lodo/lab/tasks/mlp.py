@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class Mlp(Task):
         batch: images a step.
         digest: if given, that of the data (`lodo.lab.data.Dataset`), which is then checked.
     """
+
+    dataset: ClassVar[str | None] = "mnist"
 
     def __init__(
         self, seed: int, *, hidden: Sequence[int] = HIDDEN, batch: int = BATCH, digest: str | None = None

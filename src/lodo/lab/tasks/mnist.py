@@ -35,6 +35,7 @@ class Mnist(Task):
         digest: if given, that of the data (`lodo.lab.data.Dataset`), which is then checked.
     """
 
+    dataset: ClassVar[str | None] = "mnist"
     keeps_weights: ClassVar[bool] = True
 
     def __init__(

@@ -1,0 +1,200 @@
+"""What a search leaves: the tuned values beside the paper's, a file of them, and a picture of its generations."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from optuna.trial import FrozenTrial, TrialState
+from rich.console import Console
+from rich.table import Table
+
+from lodo.lab.baselines import paper_hyperparameters
+from lodo.lab.files import write_atomically
+from lodo.lab.report.figures import canvas, look, save
+from lodo.lab.tuning.evolution import EvolutionSampler
+from lodo.lab.tuning.search import Search
+from lodo.lab.tuning.spaces import Space
+from lodo.lab.tuning.study import finished_trials
+
+_BLUE, _GREY, _ORANGE = "#0072b2", "#999999", "#d55e00"
+_COLUMNS = ("hyperparameter", "start", "tuned", "paper")
+
+
+def write(search: Search, study: optuna.Study, storage: str, folder: Path, console: Console) -> Path:
+    """All of it, into a folder; returns the file of hyperparameters."""
+    tuned, trials = search.tuned(study), finished_trials(search, study)
+    paper = paper_hyperparameters(search.task, search.choice.optimizer)
+    rows = [(space.name, space.start, tuned[space.name], paper.get(space.name)) for space in search.spaces]
+    best = min((trial.value for trial in trials if trial.value is not None), default=None)
+    diverged = sum(trial.state == TrialState.PRUNED for trial in trials)
+    notes = [
+        f"{len(trials)} trials, {diverged} diverged; lowest loss over the last 10 % of a trial's steps: "
+        f"{'none' if best is None else f'{best:.5g}'}."
+    ]
+    if search.schedule.rate_factor != 1:
+        notes.append(f"The tuned lr has been multiplied by {search.schedule.rate_factor:g}, as in the paper.")
+    title = f"Tuning of {search.choice.label} on {search.task}, sampler {search.sampler}"
+    settings = folder / "tuned.toml"
+    summary = {
+        "study": search.name,
+        "storage": _without_password(storage),
+        "search": search.settings,
+        "tuned": tuned,
+        "paper": paper,
+        "best_loss": best,
+        "trials": len(trials),
+        "diverged": diverged,
+        "generations": _generations(search, study),
+    }
+    write_atomically(settings, toml(search, tuned).encode())
+    write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    lines = [f"# {title}", "", "| " + " | ".join(_COLUMNS) + " |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    lines += ["", *(f"- {note}" for note in notes)]
+    write_atomically(folder / "table.md", ("\n".join(lines) + "\n").encode())
+    with look():
+        figure = draw(search, study)
+        figure.suptitle(title, fontsize="small", color="0.4")
+        picture = save(figure, folder / "generations")[0]
+    table = Table(title=title, title_justify="left")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "hyperparameter" else "right")
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    console.print(table)
+    for note in notes:
+        console.print(f"- {note}", markup=False, highlight=False)
+    console.print(f"\nfigure: {picture}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", highlight=False, soft_wrap=True)
+    return settings
+
+
+def toml(search: Search, tuned: Mapping[str, float]) -> str:
+    """The tuned values as `lodo run --hyperparameters` takes them.
+
+    What was set by hand is among them, so that the file alone says what was tuned.
+    """
+    options: dict[str, Any] = {**search.choice.options, **tuned}
+    inside = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+    name = search.choice.optimizer
+    key = json.dumps(name) if "." in name else name
+    return f"# study {search.name}\n[{search.task}]\n{key} = {{ {inside} }}\n"
+
+
+def _generations(search: Search, study: optuna.Study) -> list[dict[str, Any]]:
+    """Of each generation of the paper's sampler: around what it was drawn, and who its better half was."""
+    sampler = search.made_sampler
+    if not isinstance(sampler, EvolutionSampler):
+        return []
+    return [
+        {
+            "mean": {
+                space.name: space.value(math.exp(sampler.mean(study, g)[space.parameter])) for space in search.spaces
+            },
+            "noise": search.schedule.noise[g],
+            "steps": search.schedule.steps[g],
+            "better_half": sorted(trial.number for trial in sampler.get_parent_population(study, g + 1)),
+        }
+        for g in range(len(search.schedule.noise))
+    ]
+
+
+def draw(search: Search, study: optuna.Study) -> Figure:
+    """The loss and each hyperparameter of every trial, the better halves marked, and the paper's values."""
+    trials = finished_trials(search, study)
+    sampler = search.made_sampler
+    panels = 1 + len(search.spaces)
+    columns = min(panels, 2)
+    figure, axes = canvas(columns, math.ceil(panels / columns), size=(4.6, 3.2))
+    if isinstance(sampler, EvolutionSampler):
+        shift = np.random.default_rng(0).uniform(-0.3, 0.3, search.number)
+        at = {trial.number: search.generation(trial.number) + shift[trial.number] for trial in trials}
+        generations = range(len(search.schedule.noise))
+        good = {trial.number for g in generations for trial in sampler.get_parent_population(study, g + 1)}
+        label, marked = "generation", "better half"
+    else:
+        at = {trial.number: float(trial.number) for trial in trials}
+        good = {study.best_trial.number} if any(trial.value is not None for trial in trials) else set()
+        label, marked = "trial", "best"
+    groups: dict[str, tuple[list[FrozenTrial], dict[str, Any]]] = {
+        "diverged": ([t for t in trials if t.value is None], {"marker": "x", "color": _ORANGE}),
+        "others": ([t for t in trials if t.value is not None and t.number not in good], {"color": _GREY}),
+        marked: ([t for t in trials if t.number in good], {"color": _BLUE}),
+    }
+    losses = [trial.value for trial in trials if trial.value is not None]
+    if losses and min(losses) > 0:
+        axes[0].set_yscale("log")
+        axes[0].set_ylim(min(losses) / 1.5, 1.5 * float(np.percentile(losses, 90)))  # a few explode, but are finite
+    axes[0].set(xlabel=label, ylabel="loss over the last 10 %")
+    for name, (members, look_of) in groups.items():
+        with_loss = [trial for trial in members if trial.value is not None]
+        axes[0].scatter(
+            [at[t.number] for t in with_loss], [t.value or 0.0 for t in with_loss], s=9, label=name, **look_of
+        )
+        for space, place in zip(search.spaces, axes[1:], strict=False):
+            place.scatter([at[t.number] for t in members], [t.params[space.parameter] for t in members], s=9, **look_of)
+    paper = paper_hyperparameters(search.task, search.choice.optimizer)
+    for space, place in zip(search.spaces, axes[1:], strict=False):
+        _finish(place, space, label, paper.get(space.name), search.schedule.rate_factor if space.name == "lr" else 1.0)
+        if isinstance(sampler, EvolutionSampler):
+            means = [math.exp(sampler.mean(study, g)[space.parameter]) for g in generations]
+            place.plot(list(generations), means, color="black", lw=1, marker="_", label="mean")
+    for place in axes[:panels]:
+        place.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for place in axes[:2]:
+        if place.get_legend_handles_labels()[0]:
+            place.legend(fontsize="x-small")
+    for unused in axes[panels:]:
+        unused.set_axis_off()
+    return figure
+
+
+def _finish(place: Axes, space: Space, label: str, paper: float | None, factor: float) -> None:
+    place.set_yscale("log")
+    if paper is not None:
+        p = paper / factor if space.kind == "rate" else 1 - paper
+        place.axhline(p, color=_ORANGE, lw=1, ls="--", label="paper" if factor == 1 else "paper, before its factor")
+    place.set(xlabel=label, ylabel=space.parameter)
+    if space.kind == "decay":
+        place.invert_yaxis()  # larger decays above
+
+
+def _cell(value: float | str | None) -> str:
+    return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _without_password(storage: str) -> str:
+    """The address of a database without the password in it.
+
+    >>> _without_password("postgresql://ada:secret@host/studies")
+    'postgresql://ada:***@host/studies'
+    """
+    head, at, tail = storage.rpartition("@")
+    scheme, slashes, user = head.partition("://")
+    name, colon, _ = user.partition(":")
+    return f"{scheme}{slashes}{name}{':***' if colon else ''}{at}{tail}" if at else storage
+
+
+def state(search: Search, study: optuna.Study) -> tuple[int, str]:
+    """How many trials have ended, and where the search stands, in words."""
+    trials: list[FrozenTrial] = finished_trials(search, study)
+    values = [trial.value for trial in trials if trial.value is not None]
+    best = f"lowest loss {min(values):.4g}" if values else ""
+    if not isinstance(search.made_sampler, EvolutionSampler) or len(trials) >= search.number:
+        return len(trials), best
+    generation = search.generation(len(trials))
+    last = [
+        trial.value for trial in trials if trial.value is not None and search.generation(trial.number) == generation
+    ]
+    best = f", lowest loss {min(last):.4g}" if last else ""
+    steps = search.schedule.steps[generation]
+    return len(trials), f"generation {generation + 1} of {len(search.schedule.noise)}, {steps:,} steps{best}"
