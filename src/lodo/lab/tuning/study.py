@@ -26,8 +26,8 @@ from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lodo.lab.experiments.base import tail
-from lodo.lab.run import Curve, Run, load
-from lodo.lab.sweep import Report, RunError, crew
+from lodo.lab.run import Curve, Run
+from lodo.lab.sweep import crew, loaded
 from lodo.lab.tuning.search import Search
 
 _OWNER = "owner"  # the attribute of a trial that says whose it is
@@ -83,9 +83,8 @@ def tune(
     report(study)
     if _left(search, study) == 0:
         return study
-    heard: Report = lambda run, fraction: None  # noqa: E731
     with (
-        crew(folder, workers=workers, scheduler=scheduler, report=heard, checkpoint_every=checkpoint_every) as hired,
+        crew(folder, workers=workers, scheduler=scheduler, checkpoint_every=checkpoint_every) as hired,
         _claims(search, study) as claims,
     ):
         mine: dict[Run, int] = {}
@@ -98,7 +97,7 @@ def tune(
                 run = hired.wait()
                 number = mine.pop(run)
                 claims.release(number)
-                _tell(study, number, _loaded(run, folder))
+                _tell(study, number, loaded(run, folder))
             elif _left(search, study) == 0:
                 return study
             else:
@@ -115,13 +114,6 @@ def finished_trials(search: Search, study: optuna.Study) -> list[FrozenTrial]:
     """The trials of a search that have ended, by number."""
     every = study.get_trials(deepcopy=False)[: search.number]
     return [trial for trial in every if trial.state.is_finished()]
-
-
-def _loaded(run: Run, folder: Path) -> Curve:
-    curve = load(run, folder)
-    if curve is None:
-        raise RunError(f"{run.path(folder)} was there and is gone or damaged; the same command makes it again")
-    return curve
 
 
 def _tell(study: optuna.Study, number: int, curve: Curve) -> None:
