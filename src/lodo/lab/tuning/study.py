@@ -24,6 +24,7 @@ import psutil
 import sqlalchemy.exc
 from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.engine import make_url
 
 from lodo.lab.experiments.base import tail
 from lodo.lab.run import Curve, Run
@@ -49,10 +50,23 @@ def open_study(search: Search, storage: str) -> optuna.Study:
     except (ImportError, OptunaError, sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
         raise ValueError(
             f"storage must be a database that SQLAlchemy can open, such as sqlite:///tuning.db or "
-            f"postgresql://user@host/name with its driver installed, got {storage!r}: {error}"
+            f"postgresql://user@host/name with its driver installed, got {without_password(storage)!r}: {error}"
         ) from error
     study.set_user_attr("search", json.dumps(search.settings, sort_keys=True))
     return study
+
+
+def without_password(storage: str) -> str:
+    """The address of a database as it may be shown.
+
+    >>> without_password("postgresql://ada:secret@host/studies")
+    'postgresql://ada:***@host/studies'
+    """
+    try:
+        address = make_url(storage)
+    except sqlalchemy.exc.ArgumentError:
+        return storage
+    return storage if address.password is None else address.render_as_string(hide_password=True)
 
 
 def tune(
@@ -107,7 +121,7 @@ def tune(
 
 def _left(search: Search, study: optuna.Study) -> int:
     """Trials that have not ended."""
-    return search.number - sum(trial.state.is_finished() for trial in finished_trials(search, study))
+    return search.number - len(finished_trials(search, study))
 
 
 def finished_trials(search: Search, study: optuna.Study) -> list[FrozenTrial]:
