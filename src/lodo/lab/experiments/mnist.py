@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from rich.progress import track
 
 from lodo.lab import data
 from lodo.lab.experiments.base import Plan, Request, Results, Size, tail
@@ -218,7 +219,7 @@ def draw_samples(name: str, results: Results) -> dict[str, Figure]:
     figure, axes = canvas(columns, math.ceil(len(networks) / columns), size=(2.4, 2.6))
     for place in axes:
         place.set_axis_off()
-    for place, (label, path) in zip(axes, networks.items(), strict=False):
+    for place, (label, path) in zip(axes, track(networks.items(), "drawing digits", transient=True), strict=False):
         assert path is not None
         place.set_title(label, fontsize="small")
         try:
