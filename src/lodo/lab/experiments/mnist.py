@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -221,7 +222,7 @@ def draw_samples(name: str, results: Results) -> dict[str, Figure]:
         place.set_axis_off()
     for place, (label, path) in zip(axes, track(networks.items(), "drawing digits", transient=True), strict=False):
         assert path is not None
-        place.set_title(label, fontsize="small")
+        place.set_title(textwrap.fill(label, 32), fontsize="small")
         try:
             weights = read_weights(path)[1]
         except ValueError as error:
