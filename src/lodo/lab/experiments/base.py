@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from lodo._checks import check_int, check_real
 from lodo.lab.baselines import Choice, hyperparameters, parse, with_settings
+from lodo.lab.report.plots import Paths, Plot, learning_curves
 from lodo.lab.report.tables import Row
 from lodo.lab.run import Curve, Run
 
@@ -72,15 +73,18 @@ Results = Mapping[Cell, Sequence[Curve]]
 class Experiment(ABC):
     """One of the paper's experiments; its fields are the paper's sizes."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    shows: ClassVar[str]  # which tables and figures of the paper, for the list
-    task: ClassVar[str]
-    full: ClassVar[Size]
-    quick: ClassVar[Size]
-    optimizers: ClassVar[str]  # as on the command line
+    name: str
+    title: str
+    shows: str  # which tables and figures of the paper, for the list
+    task: str
+    full: Size
+    quick: Size
+    optimizers: str  # as on the command line
     tracks: ClassVar[bool] = True  # whether it shows what tasks measure on the way
     quick_task: ClassVar[Mapping[str, Any]] = {}  # options of the task that belong to the quick size
+    pictures: ClassVar[tuple[str, ...]] = ()  # figures that the page shows as they are, having no plots of them
+    row: ClassVar[type[Row]] = Row  # of its table
+    least: ClassVar[int] = 1  # runs that a cell must have to be shown
 
     def request(
         self,
@@ -111,6 +115,16 @@ class Experiment(ABC):
         """Optimizers as written on the command line."""
         return parse(optimizers)
 
+    def spell(self, choice: Choice) -> str:
+        """A choice as it is written on the command line; settings from elsewhere are not part of it."""
+        given = ", ".join(f"{name}={_plain(value)!r}" for name, value in choice.options.items())
+        return f"{choice.optimizer}({given})" if given else choice.optimizer
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words of the command that runs it, without options."""
+        return "lodo", "run", self.name
+
     @abstractmethod
     def plan(self, request: Request) -> Plan:
         """The runs of every cell, by seed."""
@@ -126,6 +140,11 @@ class Experiment(ABC):
     @abstractmethod
     def sentence(self, rows: Sequence[Row]) -> str:
         """What was shown, in one sentence."""
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        """What the page draws, for the reader to turn and twist; results may be a part of what was planned."""
+        first = "seconds" if request.seconds else "step"
+        return [learning_curves(f"{self.name}-curves", "Learning curves", by_label(results), first=first, log_y=True)]
 
     def notes(self, request: Request, results: Results) -> list[str]:
         """What a reader of the table must know."""
@@ -173,6 +192,16 @@ class Experiment(ABC):
             Cell(choice.label): [self.make_run(choice, seed, request) for seed in range(request.seeds)]
             for choice in request.choices
         }
+
+
+def _plain(value: Any) -> Any:
+    """A value as the command line takes it; JSON has made lists of tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def by_label(results: Results, variant: str | None = None) -> dict[str, Sequence[Curve]]:
+    """Curves by optimizer, of one variant of the task if there are several."""
+    return {cell.label: curves for cell, curves in results.items() if variant is None or cell.variant == variant}
 
 
 def tail(curve: Curve, *, fresh: bool = False, part: float = 0.1) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -13,8 +13,9 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from lodo._checks import check_real
 from lodo.lab.baselines import BASELINES, QUADRATIC
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, by_label, repeats, tail
 from lodo.lab.report.figures import band, binned, canvas, styles
+from lodo.lab.report.plots import Paths, Plot, learning_curves, tracked_curves
 from lodo.lab.report.tables import Paper, Row, measure
 from lodo.lab.run import Curve
 from lodo.lab.tasks import newton_loss
@@ -122,6 +123,18 @@ class BowlExperiment(Experiment):
         )
         return {"bowl": figure}
 
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        curves = tracking_plot(f"{self.name}-curves", request, by_label(results))
+        columns = {"sigma": "Distance from the inverse Hessian, estimated", "sigma_exact": "The same, exact"}
+        sigmas = [
+            tracked_curves(
+                f"{self.name}-{column}", title, "sigma = |I - G H| / sqrt(n)", by_label(results), column,
+                levels={"G = 0": 1.0},
+            )
+            for column, title in columns.items()
+        ]  # fmt: skip
+        return [curves, *filter(None, sigmas)]
+
     def sentence(self, rows: Sequence[Row]) -> str:
         losses = {row.optimizer: row.mean for row in rows if row.metric in (LOSS, FRESH) and row.mean is not None}
         return compare(losses, "tracks the moving minimum with a loss of")  # on fresh batches, for all
@@ -152,6 +165,23 @@ def draw_sigma(axes: Axes, results: Results) -> None:
     axes.axhline(1, color="black", lw=0.8, ls="--", label="G = 0")
     axes.set(xlabel="step", ylabel=r"$\sigma = \|I - G H\|_F / \sqrt{n}$", title="Distance from the inverse Hessian")
     axes.legend()
+
+
+def tracking_plot(
+    name: str, request: Request, groups: Mapping[str, Sequence[Curve]], title: str = "Tracking the moving minimum"
+) -> Plot:
+    """The loss on fresh batches, with Newton's as a level."""
+    best = newton_loss(**request.task_options)
+    return learning_curves(
+        name,
+        title,
+        {label: curves for label, curves in groups.items() if label != "Newton"},
+        first="seconds" if request.seconds else "step",
+        fine=lambda curve: not curve.diverged and tracking_error(curve) < math.inf,
+        log_y=True,
+        levels={f"Newton ({best:.4g})": best},
+        focus=(0.85 * best, 12 * best),
+    )
 
 
 def draw_curves(axes: Axes, results: Results, x: str, best: float) -> None:

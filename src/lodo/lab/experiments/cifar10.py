@@ -74,6 +74,7 @@ class Cifar10Experiment(NetworkExperiment):
     task = "cifar10"
     dataset = "cifar10"
     digest = data.CIFAR10_DIGEST
+    tracked = ("test_accuracy", "test accuracy")
     full = Size(evaluations=3_000, seeds=8)
     quick = Size(evaluations=30, seeds=1)
     quick_task: ClassVar[Mapping[str, Any]] = {"model": "resnet8", "batch": 64, "train_size": 1_000, "test_size": 250}

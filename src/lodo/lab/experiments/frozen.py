@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from lodo.lab.baselines import Choice, hyperparameters
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
 from lodo.lab.experiments.bowl import check_noise
-from lodo.lab.report.figures import canvas
+from lodo.lab.report.figures import Style, canvas
+from lodo.lab.report.plots import Line, Paths, Plot
 from lodo.lab.report.tables import Paper, Row, measure
 from lodo.lab.run import Curve, Run
 
@@ -87,6 +88,19 @@ class FrozenExperiment(Experiment):
         )
         axes.legend()
         return {"bowl-frozen": figure}
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        lines = [
+            Line(cell.label, {"after": np.arange(1, len(losses) + 1)}, losses)
+            for cell, curves in results.items()
+            for losses in map(_after, curves)
+        ]
+        title = f"After {request.evaluations:,} steps of learning, one line a seed"
+        looks = {label: Style(color, "-") for label, color in _COLOURS.items()}
+        axes = {"after": "steps after the change"}
+        return [
+            Plot("bowl-frozen-after", title, axes, "loss", lines, log_y=True, focus=(1e-1, 1e40), colors=looks)
+        ]
 
     def notes(self, request: Request, results: Results) -> list[str]:
         return ["One line of the figure is one seed. A run that left the range of numbers counts as diverged."]

@@ -18,6 +18,7 @@ from lodo.lab import data
 from lodo.lab.baselines import Choice
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, tail
 from lodo.lab.report.figures import band, binned, canvas, styles
+from lodo.lab.report.plots import Paths, Plot, learning_curves, tracked_curves
 from lodo.lab.report.tables import Row, measure
 from lodo.lab.run import Curve, Run
 from lodo.lab.tasks.mlp import BATCH, CLASSES, HIDDEN, SIDE
@@ -66,10 +67,13 @@ class MlpExperiment(Experiment):
     full = Size(evaluations=3_000, seeds=4)
     quick = Size(evaluations=250, seeds=2)
     optimizers = GRID
+    pictures = ("mlp",)
+    row = SettingRow
+    least = TUNING + 1
 
     def plan(self, request: Request) -> Plan:
         """All settings on all seeds, the tuning seeds first."""
-        digest = data.load("mnist").digest
+        digest = request.task_options.get("digest") or data.load("mnist").digest
         every = max(1, request.evaluations // 10) if request.evaluations else 1000
 
         def runs(choice: Choice) -> list[Run]:
@@ -111,6 +115,14 @@ class MlpExperiment(Experiment):
         _draw_curves(left, results, "seconds" if request.seconds else "evaluations")
         _draw_settings(right, results)
         return {"mlp": figure}
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        groups = {_label(cell): results[cell][TUNING:] for cell in chosen(results).values()}
+        first = "seconds" if request.seconds else "step"
+        title = "Best settings, held-out seeds"
+        curves = learning_curves(f"{self.name}-curves", title, groups, first=first, log_y=True)
+        accuracy = tracked_curves(f"{self.name}-accuracy", "Test accuracy", "test accuracy", groups, "test_accuracy")
+        return [curves, accuracy] if accuracy else [curves]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         losses = {row.optimizer: row.mean for row in rows if row.metric == HELD_OUT and row.mean is not None}

@@ -17,6 +17,7 @@ from lodo.lab import data
 from lodo.lab.experiments.base import Plan, Request, Results, Size, tail
 from lodo.lab.experiments.networks import SPEED, NetworkExperiment, learning_curves, speed
 from lodo.lab.report.figures import canvas
+from lodo.lab.report.plots import Line, Paths, Plot
 from lodo.lab.report.tables import Paper, Row
 from lodo.lab.run import Curve, read_weights, threads
 from lodo.lab.tasks.generator import inputs, sample
@@ -104,6 +105,8 @@ class MnistExperiment(NetworkExperiment):
     task = "mnist"
     dataset = "mnist"
     digest = data.MNIST_DIGEST
+    tracked = ("validation_loss", "validation loss")
+    pictures = ("mnist-inputs", "mnist-samples")
     full = Size(evaluations=300_000, seeds=8)
     quick = Size(evaluations=60, seeds=1)
     quick_task: ClassVar[Mapping[str, Any]] = {"batch": 32, "validation_size": 500, "test_size": 1_000}
@@ -143,6 +146,7 @@ class AblationsExperiment(MnistExperiment):
     title = "Image generation on MNIST, LODO and its ablations"
     shows = "Section 5.3: LODO-Diagonal, -Global, -Residuals, -No-Momentum and -SGD on image generation"
     optimizers = "lodo, lodo_diagonal, lodo_global, lodo_residuals, lodo_no_momentum, lodo_sgd"
+    pictures = ("mnist-ablations-samples",)
 
     def notes(self, request: Request, results: Results) -> list[str]:
         return [
@@ -162,6 +166,7 @@ class MomentumExperiment(MnistExperiment):
     shows = "Section 5.3, its last figure: the training loss against beta, eight values on a logarithmic grid"
     full = Size(evaluations=300_000, seeds=1)
     optimizers = ", ".join(f"lodo(beta={beta})" for beta in BETAS)
+    pictures = ()
 
     def plan(self, request: Request) -> Plan:
         plan = super().plan(request)
@@ -169,6 +174,19 @@ class MomentumExperiment(MnistExperiment):
             if "beta" not in run.options:
                 raise ValueError(f"optimizers must have an option beta, such as lodo(beta=0.5), got {cell.label}")
         return plan
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        rows = self.table(TRAINING, results, tail, {})
+        there = [
+            (float(curves[0].run.options["beta"]), row.mean, row.std or 0.0)
+            for row, curves in zip(rows, results.values(), strict=True)
+            if row.mean is not None
+        ]
+        beta, mean, std = np.array(sorted(there)).reshape(-1, 3).T
+        lines = [Line("LODO", {"beta": beta}, mean, mean - std, mean + std)]
+        title = "The momentum of LODO"
+        beside = Plot(f"{self.name}-beta", title, {"beta": "beta"}, TRAINING, lines, marks="lines+markers")
+        return [beside, *super().plots(request, results)]
 
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
         figure, (axes,) = canvas()

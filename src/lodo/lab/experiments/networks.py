@@ -13,8 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lodo.lab import data
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, tail
 from lodo.lab.report.figures import Style, band, binned, canvas, styles
+from lodo.lab.report.plots import Paths, Plot, late_focus, tracked_curves
+from lodo.lab.report.plots import learning_curves as curves_plot
 from lodo.lab.report.tables import Paper, Row, measure, with_spread
 from lodo.lab.run import Curve
 
@@ -79,9 +81,11 @@ class NetworkExperiment(Experiment):
     dataset: ClassVar[str]
     digest: ClassVar[str]  # of the original data
     measurements: ClassVar[int] = 30  # of what is tracked, in a run
+    tracked: ClassVar[tuple[str, str]]  # the column that is shown, and its name
+    row = RankedRow
 
     def plan(self, request: Request) -> Plan:
-        found = data.load(self.dataset).digest
+        found = request.task_options.get("digest") or data.load(self.dataset).digest
         every = max(1, request.evaluations // self.measurements) if request.evaluations else 1000
         return {
             Cell(choice.label): [
@@ -120,6 +124,15 @@ class NetworkExperiment(Experiment):
         if "LODO" in speeds and "Adam" in speeds:
             notes.append(f"LODO takes {speeds['LODO'] / speeds['Adam']:.2f} times as many steps a second as Adam.")
         return notes
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        groups, (column, label) = by_label(results), self.tracked
+        first = "seconds" if request.seconds else "step"
+        plots = [
+            curves_plot(f"{self.name}-curves", "Training", groups, first=first),
+            tracked_curves(f"{self.name}-{column}", label.capitalize(), label, groups, column),
+        ]
+        return [replace(plot, focus=late_focus(plot.lines)) for plot in plots if plot is not None]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         first = [row for row in rows if row.metric == rows[0].metric and row.mean is not None]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from matplotlib.figure import Figure
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats
 from lodo.lab.experiments.bowl import compare, last, tracking_error
 from lodo.lab.report.figures import canvas, styles
+from lodo.lab.report.plots import Line, Paths, Plot
 from lodo.lab.report.tables import Paper, Row, measure
 from lodo.lab.tasks import newton_loss
 
@@ -94,6 +97,23 @@ class NoiseExperiment(Experiment):
         right.set(ylabel="loss over Newton's", title="Tracking error over the best possible")
         right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         return {"bowl-noise": figure}
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        best = {v: newton_loss(v=v, **request.task_options) for v in VARIANCES}
+        rows = {(row.optimizer, row.metric): row for row in self.rows(request, results)}
+        losses, ratios = [], []
+        for label in dict.fromkeys(cell.label for cell in results):
+            there = [(v, row) for v in VARIANCES if (row := rows.get((label, f"loss, v = {v:g}"))) and row.mean]
+            x = {"v": np.array([v for v, _ in there])}
+            mean, std = (np.array([getattr(row, name) or 0.0 for _, row in there]) for name in ("mean", "std"))
+            over = np.array([best[v] for v, _ in there])
+            losses.append(Line(label, x, mean, mean - std, mean + std))
+            ratios.append(Line(label, x, mean / over, (mean - std) / over, (mean + std) / over))
+        axes, look = {"v": "noise variance v"}, {"log_x": True, "log_y": True, "marks": "lines+markers"}
+        return [
+            Plot("bowl-noise-losses", "Tracking error", axes, "loss", losses, **look),
+            Plot("bowl-noise-ratios", "Over the best possible", axes, "loss over Newton's", ratios, **look),
+        ]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         ratios = [

@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lodo.lab.baselines import Choice
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, tail
-from lodo.lab.experiments.bowl import draw_curves
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, by_label, tail
+from lodo.lab.experiments.bowl import draw_curves, tracking_plot
 from lodo.lab.report.figures import band, canvas, styles
+from lodo.lab.report.plots import Line, Paths, Plot
 from lodo.lab.report.tables import Row, measure
 from lodo.lab.run import Curve
 from lodo.lab.tasks import newton_loss
@@ -131,6 +132,7 @@ class OptionsExperiment(Experiment):
     quick = Size(evaluations=5_000, seeds=1)
     optimizers = "lodo"
     tracks = False
+    row = OptionRow
 
     def plan(self, request: Request) -> Plan:
         if request.evaluations is None:
@@ -194,6 +196,20 @@ class OptionsExperiment(Experiment):
         left.set_yticks([8, 9, 10, 12, 15])
         _draw_change(right, {c: curves for c, curves in results.items() if c.variant == TABLES[-1].heading})
         return {"bowl-options": figure}
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        plots: list[Plot | Paths] = []
+        for number, table in enumerate(TABLES):
+            if not (there := by_label(results, table.heading)):
+                continue
+            if table.renewed:
+                plots.append(_change_plot(f"{self.name}-change", there))
+            else:
+                best = newton_loss(**{k: v for k, v in (table.task or {}).items() if k == "n"})
+                asked = replace(request, task_options=table.task or {})
+                plot = tracking_plot(f"{self.name}-curves-{number}", asked, there, table.heading.capitalize())
+                plots.append(replace(plot, focus=(0.97 * best, 3 * best)))
+        return plots
 
     def sentence(self, rows: Sequence[Row]) -> str:
         means = {row.optimizer: row.mean for row in rows if row.metric.startswith(f"{TABLES[0].heading},")}
@@ -267,6 +283,29 @@ def _draw_change(axes: Axes, results: Results) -> None:
     axes.set_ylim(5, 1e5)
     axes.set(xlabel="steps after the change", ylabel="loss", title="A new bowl at half time")
     axes.legend()
+
+
+def _change_plot(name: str, groups: Mapping[str, Sequence[Curve]]) -> Plot:
+    lines = []
+    for label, curves in groups.items():
+        at = _change(curves[0])
+        width = max(1, at // 400)
+        drawn = [_around(curve, at, width) for curve in curves]
+        y = np.stack([one[: min(map(len, drawn))] for one in drawn])
+        x = (np.arange(y.shape[1]) + 0.5) * width - at // 10
+        lost = sum(curve.diverged for curve in curves)
+        note = f"{lost} of {len(curves)} diverge" if lost else ""
+        lines.append(Line(label, {"after": x}, y.mean(0), y.min(0), y.max(0), note))
+    return Plot(
+        name,
+        TABLES[-1].heading.capitalize(),
+        {"after": "steps after the change"},
+        "loss, and from the lowest to the highest seed",
+        lines,
+        log_y=True,
+        focus=(5, 1e5),
+        levels={f"Newton ({newton_loss():.4g})": newton_loss()},
+    )
 
 
 def _around(curve: Curve, at: int, width: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -15,9 +15,18 @@ from matplotlib.ticker import LogLocator, NullLocator
 from lodo.lab.baselines import BASELINES, COSTS, QUADRATIC, Choice, parse
 from lodo.lab.baselines.rivals import Known, rivals
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
-from lodo.lab.experiments.bowl import AT_100K, FRESH, check_noise, compare, draw_curves, tracking_error
-from lodo.lab.report.figures import canvas
+from lodo.lab.experiments.bowl import (
+    AT_100K,
+    FRESH,
+    check_noise,
+    compare,
+    draw_curves,
+    tracking_error,
+    tracking_plot,
+)
+from lodo.lab.report.figures import Style, canvas
 from lodo.lab.report.labels import Point, label_points
+from lodo.lab.report.plots import Line, Paths, Plot
 from lodo.lab.report.tables import Row, measure
 from lodo.lab.run import Curve
 from lodo.lab.tasks import newton_loss
@@ -70,10 +79,16 @@ class RivalsExperiment(Experiment):
     quick = Size(evaluations=4_000, seeds=2)
     optimizers = ", ".join(rivals())
     tracks = False
+    row = RivalRow
 
     def parse(self, optimizers: str) -> list[Choice]:
         """As everywhere, and by the names of rivals.toml."""
         return parse(optimizers, {name: rival.choice for name, rival in rivals().items()})
+
+    def spell(self, choice: Choice) -> str:
+        names = {rival.choice.label: name for name, rival in rivals().items()}
+        name = names.get(replace(choice, options={}).label)
+        return super().spell(choice if name is None else replace(choice, optimizer=name))
 
     def plan(self, request: Request) -> Plan:
         check_noise(request)
@@ -125,6 +140,23 @@ class RivalsExperiment(Experiment):
             self.name: draw_costs([row for row in rows if isinstance(row, RivalRow)], best),
             f"{self.name}-curves": draw_classes(results, _costs(request), x, best),
         }
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        best = newton_loss(**request.task_options)
+        rows = [row for row in self.rows(request, results) if isinstance(row, RivalRow)]
+        panels = [
+            panel for cost in (*COSTS, "") for panel in _panels(results, _costs(request), cost) if panel[1]
+        ]
+        curves = [
+            tracking_plot(
+                f"{self.name}-curves-{number}",
+                request,
+                {cell.label: results[cell] for cell in results if cell in group or cell == _LODO},
+                title,
+            )
+            for number, (title, group) in enumerate(panels)
+        ]
+        return [_costs_plot(f"{self.name}-costs", rows, best), *curves]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         losses = {row.optimizer: row.mean for row in rows if row.mean is not None}
@@ -195,6 +227,27 @@ def draw_costs(rows: Sequence[RivalRow], best: float) -> Figure:
     ]
     label_points(axes, points, avoid=[legend, newton])
     return figure
+
+
+def _costs_plot(name: str, rows: Sequence[RivalRow], best: float) -> Plot:
+    """One point an optimizer, one colour a cost class."""
+    lines = []
+    for cost in dict.fromkeys(row.cost for row in rows):
+        there = [(row, row.mean) for row in rows if row.cost == cost and row.mean is not None]
+        x, y = np.array([row.microseconds for row, _ in there]), np.array([mean for _, mean in there])
+        lines.append(Line(heading(cost), {"time": x}, y, text=[row.optimizer for row, _ in there]))
+    return Plot(
+        name,
+        "What they reach, and how long a step takes",
+        {"time": "microseconds a step"},
+        FRESH,
+        lines,
+        log_x=True,
+        log_y=True,
+        marks="markers",
+        levels={f"Newton ({best:.4g})": best},
+        colors={heading(cost): Style(color, "-") for cost, color in _COLORS.items()},
+    )
 
 
 def draw_classes(results: Results, costs: Mapping[str, str], x: str, best: float) -> Figure:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
 from lodo.lab.report.figures import canvas, styles
+from lodo.lab.report.plots import Paths, Plot
 from lodo.lab.report.tables import Paper, Row, measure
 from lodo.lab.run import Curve
 from lodo.lab.tasks.rosenbrock import START, rosenbrock
@@ -55,6 +56,9 @@ class RosenbrockExperiment(Experiment):
     def figures(self, request: Request, results: Results) -> dict[str, Figure]:
         return {"rosenbrock-curves": _curves(results), "rosenbrock-trajectories": _trajectories(results)}
 
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        return [*super().plots(request, results), *trajectories(results)]
+
     def notes(self, request: Request, results: Results) -> list[str]:
         return [
             "Only LODO is random here, by its permutations and blocks; the others give the same run for every seed.",
@@ -73,6 +77,22 @@ def late(curve: Curve) -> float:
     """The mean loss over the last tenth of the run, both ends included: the paper's steps 180 to 200 are 21."""
     evaluations = curve["evaluations"]
     return float(curve["loss"][evaluations >= 0.9 * evaluations[-1]].astype(np.float64).mean())
+
+
+def trajectories(results: Results) -> list[Paths]:
+    """The paths of the first seeds over the contours."""
+    paths = {}
+    for cell, (first, *_) in results.items():
+        if "x" in first.columns:
+            x, y = (np.append(start, first[name]) for name, start in zip("xy", START, strict=True))
+            paths[cell.label] = (x, y, rosenbrock(torch.from_numpy(x), torch.from_numpy(y)).numpy())
+    if not paths:
+        return []
+    x, y = np.linspace(-2.2, 2.2, 89), np.linspace(-1.2, 3.2, 89)
+    height = rosenbrock(torch.from_numpy(x)[None, :], torch.from_numpy(y)[:, None]).numpy()
+    marked = {"start": START, "minimum": MINIMUM}
+    title = "Trajectories of the first seed"
+    return [Paths("rosenbrock-paths", title, paths, x, y, np.log10(np.maximum(height, 1e-4)), marked, SHOWN)]
 
 
 def _metric(request: Request) -> str:

@@ -1,0 +1,94 @@
+"""The command line that makes a result again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lodo.lab.data import DIGITS_DIGEST
+from lodo.lab.experiments.base import Experiment, Request, Results
+
+
+def run_command(experiment: Experiment, request: Request | None, out: Path, results: Results) -> str:
+    """What to type for this experiment with this request; at the paper's size if there is none.
+
+    >>> from lodo.lab.experiments import EXPERIMENTS
+    >>> bowl = EXPERIMENTS["bowl"]
+    >>> request = bowl.request(quick=True, choices=bowl.parse("lodo, lodo(beta=0.5)"), task_options={"n": 50})
+    >>> run_command(bowl, request, Path("results"), {})
+    "lodo run bowl --quick --optimizers 'lodo, lodo(beta=0.5)' --task n=50"
+    """
+    words = [*experiment.command]
+    if request is not None:
+        words += _size(experiment, request)
+        if not _same_choices(experiment, request):
+            words += ["--optimizers", ", ".join(map(experiment.spell, request.choices))]
+        if options := _task_options(experiment, request):
+            words += ["--task", spelled(options)]
+        if request.hyperparameters:
+            words += ["--hyperparameters", request.hyperparameters]
+    digests = {curve.run.task_options.get("digest") for curves in results.values() for curve in curves}
+    words += ["--data", "digits"] if digests == {DIGITS_DIGEST} else []
+    return quoted([*words, *_out(out)])
+
+
+def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:
+    """What to type for a part of the theory.
+
+    >>> theory_command("saddle", {"quick": True, "seed": 0}, Path("results"))
+    'lodo theory saddle --quick'
+    """
+    words = ["lodo", "theory", name, *(["--quick"] if settings.get("quick") else [])]
+    words += ["--seed", str(settings["seed"])] if settings.get("seed") else []
+    return quoted([*words, *_out(out)])
+
+
+def spelled(options: Mapping[str, Any]) -> str:
+    """Options as they are written on the command line.
+
+    >>> spelled({"n": 200, "model": "resnet8", "hidden": [32, 32]})
+    "n=200, model='resnet8', hidden=(32, 32)"
+    """
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in plain.items())
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Words as a shell takes them."""
+    return " ".join(map(shlex.quote, words))
+
+
+def _out(out: Path) -> list[str]:
+    return [] if out == Path("results") else ["--out", str(out)]
+
+
+def is_quick(experiment: Experiment, request: Request) -> bool:
+    """Whether it is the experiment's small variant."""
+    small = experiment.quick_task.items() <= dict(request.task_options).items()
+    return request.evaluations == experiment.quick.evaluations and small and experiment.quick != experiment.full
+
+
+def _size(experiment: Experiment, request: Request) -> list[str]:
+    quick = is_quick(experiment, request)
+    size = experiment.quick if quick else experiment.full
+    words = ["--quick"] if quick else []
+    if request.seconds is not None:
+        words += ["--seconds", f"{request.seconds:g}"]
+    elif request.evaluations != size.evaluations:
+        words += ["--steps", str(request.evaluations)]
+    return words + (["--seeds", str(request.seeds)] if request.seeds != size.seeds else [])
+
+
+def _task_options(experiment: Experiment, request: Request) -> dict[str, Any]:
+    given = experiment.quick_task if is_quick(experiment, request) else {}
+    return {name: value for name, value in request.task_options.items() if name not in given}
+
+
+def _same_choices(experiment: Experiment, request: Request) -> bool:
+    """Whether they are the experiment's own; a file of hyperparameters changes settings, and is named by itself."""
+    usual, asked = experiment.parse(experiment.optimizers), list(request.choices)
+    if request.hyperparameters:
+        return [experiment.spell(choice) for choice in usual] == [experiment.spell(choice) for choice in asked]
+    return usual == asked

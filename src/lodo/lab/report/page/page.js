@@ -1,0 +1,301 @@
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const drawn = []; // functions that draw the plots again in the theme's colours
+
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+      else if (name in made && typeof value === "boolean") made[name] = value;
+      else made.setAttribute(name, value);
+    }
+    made.append(...children);
+    return made;
+  }
+
+  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const dark = () => root.dataset.theme === "dark";
+  const short = (value) => (value === null || value === undefined ? "" : String(+value.toPrecision(4)));
+
+  function applyTheme(isDark) {
+    root.dataset.theme = isDark ? "dark" : "light";
+    const button = document.getElementById("theme");
+    button.setAttribute("aria-pressed", String(isDark));
+    for (const again of drawn) again();
+  }
+
+  function startTheme() {
+    const wish = matchMedia("(prefers-color-scheme: dark)");
+    let chosen = null;
+    try { chosen = localStorage.getItem("lodo-theme"); } catch { /* a page from a file may have no storage */ }
+    applyTheme(chosen ? chosen === "dark" : wish.matches);
+    wish.addEventListener("change", (event) => { if (!chosen) applyTheme(event.matches); });
+    document.getElementById("theme").addEventListener("click", () => {
+      applyTheme(!dark());
+      chosen = root.dataset.theme;
+      try { localStorage.setItem("lodo-theme", chosen); } catch { /* as above */ }
+    });
+  }
+
+  async function unpack(id) {
+    const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).text();
+  }
+
+  const layout = (more) => ({
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: colour("--ink"), family: "system-ui, sans-serif", size: 13 },
+    margin: { l: 64, r: 12, t: 12, b: 48 },
+    showlegend: false,
+    hoverlabel: { bgcolor: colour("--raised"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+    ...more,
+  });
+  const axis = (title, more) => ({
+    title: { text: title }, gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line"),
+    exponentformat: "power", automargin: true, ...more,
+  });
+  const settings = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+  const tint = (hex, alpha) =>
+    `rgba(${[1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",")},${alpha})`;
+  const hue = (line) => (dark() ? line.dark : line.light);
+
+  function swatch(line, marks) {
+    const dash = { solid: "none", dot: "2 3" }[line.dash] ?? line.dash.replaceAll("px", "");
+    const box = element("span");
+    const shape = marks === "markers" ? '<circle cx="13" cy="6" r="4"/>'
+      : `<path d="M0 6H26" fill="none" stroke-width="2.5" stroke-dasharray="${dash}"/>`;
+    box.innerHTML = `<svg width="26" height="12" aria-hidden="true">${shape}</svg>`;
+    const recolour = () => {
+      for (const part of box.querySelectorAll("path")) part.setAttribute("stroke", hue(line));
+      for (const part of box.querySelectorAll("circle")) part.setAttribute("fill", hue(line));
+    };
+    recolour();
+    drawn.push(recolour);
+    return box.firstChild;
+  }
+
+  // One checkbox an optimizer; several lines may share a label.
+  function legend(data, hidden, draw) {
+    const boxes = [];
+    const entries = [...new Map(data.lines.map((line) => [line.label, line])).values()];
+    const items = entries.map((line) => {
+      const box = element("input", { type: "checkbox", checked: true });
+      const item = element("label", {}, box, swatch(line, data.marks), element("span", {}, line.label));
+      if (line.note) item.append(element("small", {}, line.note));
+      const show = (on) => {
+        box.checked = on;
+        hidden[on ? "delete" : "add"](line.label);
+        item.classList.toggle("off", !on);
+      };
+      box.addEventListener("change", () => { show(box.checked); draw(); });
+      boxes.push(show);
+      return item;
+    });
+    const all = (on) => () => { for (const show of boxes) show(on); draw(); };
+    return element("div", { class: "legend", role: "group", "aria-label": "Show" }, ...items,
+      ...(items.length > 2 ? [element("button", { type: "button", onclick: all(true) }, "all"),
+        element("button", { type: "button", onclick: all(false) }, "none")] : []));
+  }
+
+  function choice(title, name, options, chosen, change) {
+    return element("fieldset", {}, element("legend", {}, title), ...Object.entries(options).map(([value, text]) =>
+      element("label", {}, element("input", {
+        type: "radio", name, value, checked: value === chosen, onchange: () => change(value),
+      }), text)));
+  }
+  const tick = (text, on, change) =>
+    element("label", {}, element("input", { type: "checkbox", checked: on, onchange: (e) => change(e.target.checked) }), text);
+
+  // Left and right arrows walk along the plot and say its values.
+  function walkable(canvas, reading, at) {
+    let place = null;
+    const say = (step) => {
+      const shown = at();
+      const longest = Math.max(0, ...shown.map((line) => line.y.length));
+      if (!longest) return;
+      place = Math.min(longest - 1, Math.max(0, place === null ? (step < 0 ? longest - 1 : 0) : place + step));
+      const points = shown.filter((line) => place < line.y.length);
+      Plotly.Fx.hover(canvas, points.map((line) => ({ curveNumber: line.trace, pointNumber: place })), ["xy"]);
+      reading.textContent = `at ${short(points[0].x[place])}: `
+        + points.map((line) => `${line.label} ${short(line.y[place])}`).join(", ");
+    };
+    canvas.addEventListener("keydown", (event) => {
+      const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -1e9, End: 1e9 };
+      if (!(event.key in steps)) return;
+      event.preventDefault();
+      say(steps[event.key]);
+    });
+  }
+
+  function stage(figure, data) {
+    const canvas = element("div", {
+      class: "canvas", tabindex: "0", role: "application",
+      "aria-label": `${data.title}: arrow keys read the values`,
+    });
+    const reading = element("div", { class: "reading", role: "status", "aria-live": "polite" });
+    return { canvas, reading };
+  }
+
+  function lines(figure, data) {
+    const state = { x: Object.keys(data.axes)[0], logX: data.logX, logY: data.logY, bands: true, focus: true };
+    const hidden = new Set();
+    const { canvas, reading } = stage(figure, data);
+    const along = (line) => line.x[state.x] ?? line.x[Object.keys(data.axes)[0]];
+    const banded = data.lines.some((line) => line.low);
+    let shown = [];
+
+    function traces() {
+      const made = [];
+      shown = [];
+      for (const line of data.lines.filter((each) => !hidden.has(each.label) && each.y.length)) {
+        const x = along(line);
+        if (line.low && state.bands) {
+          made.push({
+            x: [...x, ...x.toReversed()], y: [...line.high, ...line.low.toReversed()], fill: "toself", mode: "lines",
+            line: { width: 0 }, fillcolor: tint(hue(line), 0.2), hoverinfo: "skip",
+          });
+        }
+        shown.push({ label: line.label, x, y: line.y, trace: made.length });
+        const spread = line.low ? line.y.map((y, i) => ` ± ${short(line.high[i] - y)}`) : line.y.map(() => "");
+        made.push({
+          x, y: line.y, name: line.label, mode: data.marks, customdata: spread, text: line.text ?? null,
+          line: { color: hue(line), width: 2, dash: line.dash }, marker: { color: hue(line), size: 8 },
+          hovertemplate: line.text ? "<b>%{text}</b><br>%{y:.4g} at %{x:.4g}<extra>%{fullData.name}</extra>"
+            : "%{y:.4g}%{customdata}<extra>%{fullData.name}</extra>",
+        });
+      }
+      return made;
+    }
+
+    function draw() {
+      const log = (on) => (on ? "log" : "linear");
+      const range = state.focus && data.focus
+        ? (state.logY ? (data.focus[0] > 0 ? data.focus.map(Math.log10) : null) : data.focus) : null;
+      const levels = Object.entries(data.levels);
+      Plotly.react(canvas, traces(), layout({
+        hovermode: shown.length > 14 || data.marks === "markers" ? "closest" : "x unified",
+        uirevision: JSON.stringify(state),
+        xaxis: axis(data.axes[state.x], { type: log(state.logX), hoverformat: ".5~g" }),
+        yaxis: axis(data.y, { type: log(state.logY), ...(range ? { range } : {}) }),
+        shapes: levels.map(([, y]) => ({
+          type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour("--ink"), width: 1.2, dash: "dot" },
+        })),
+        annotations: levels.map(([name, y]) => ({
+          text: name, xref: "paper", x: 1, xanchor: "right", yanchor: "bottom", showarrow: false,
+          y: state.logY ? Math.log10(y) : y, font: { size: 12 },
+        })),
+      }), settings);
+    }
+
+    const set = (name) => (value) => { state[name] = value; draw(); };
+    const titles = { step: "step", evaluations: "evaluation", seconds: "second" };
+    const controls = element("div", { class: "controls" });
+    if (Object.keys(data.axes).length > 1) {
+      const options = Object.fromEntries(Object.keys(data.axes).map((name) => [name, titles[name] ?? name]));
+      controls.append(choice("by", `x-${figure.dataset.plot}`, options, state.x, set("x")));
+    }
+    controls.append(tick("log x", state.logX, set("logX")), tick("log y", state.logY, set("logY")));
+    if (banded) controls.append(tick("spread", true, set("bands")));
+    if (data.focus) controls.append(tick("close up", true, set("focus")));
+    figure.append(controls, legend(data, hidden, draw), canvas, reading);
+    draw();
+    drawn.push(draw);
+    walkable(canvas, reading, () => shown);
+  }
+
+  function paths(figure, data) {
+    const state = { step: data.first };
+    const hidden = new Set();
+    const { canvas, reading } = stage(figure, data);
+    let shown = [];
+    let playing = null;
+
+    function draw() {
+      const grey = dark() ? "#4a525c" : "#c4cad1";
+      const made = [{
+        type: "contour", ...data.contour, contours: { coloring: "none", start: -3, end: 1.2, size: 0.3 },
+        line: { color: grey, width: 1 }, showscale: false, hoverinfo: "skip",
+      }];
+      shown = [];
+      for (const line of data.lines.filter((each) => !hidden.has(each.label))) {
+        const upto = (values) => values.slice(0, state.step + 1);
+        shown.push({ label: line.label, x: line.x.map((_, i) => i), y: upto(line.loss), trace: made.length });
+        made.push({
+          x: upto(line.x), y: upto(line.y), customdata: upto(line.loss), name: line.label, mode: "lines+markers",
+          line: { color: hue(line), width: 1.5, dash: line.dash }, marker: { color: hue(line), size: 4 },
+          hovertemplate: "step %{pointNumber}: (%{x:.4g}, %{y:.4g})<br>loss %{customdata:.4g}<extra>%{fullData.name}</extra>",
+        });
+      }
+      const marked = Object.entries(data.marked);
+      made.push({
+        x: marked.map(([, [x]]) => x), y: marked.map(([, [, y]]) => y), text: marked.map(([name]) => name),
+        mode: "markers+text", textposition: "top center", marker: { symbol: "star", size: 13, color: colour("--ink") },
+        hoverinfo: "text",
+      });
+      Plotly.react(canvas, made, layout({
+        hovermode: "closest", uirevision: "1",
+        xaxis: axis("x", { range: [data.contour.x[0], data.contour.x.at(-1)] }),
+        yaxis: axis("y", { range: [data.contour.y[0], data.contour.y.at(-1)] }),
+      }), settings);
+    }
+
+    const number = element("output", {}, String(state.step));
+    const slider = element("input", {
+      type: "range", min: "0", max: String(data.steps), "aria-label": "Steps shown",
+      oninput: (event) => move(+event.target.value),
+    });
+    slider.value = String(state.step);
+    function move(step) {
+      state.step = step;
+      slider.value = String(step);
+      number.textContent = String(step);
+      draw();
+    }
+    const stop = () => { clearInterval(playing); playing = null; button.textContent = "play"; };
+    const button = element("button", {
+      type: "button",
+      onclick: () => {
+        if (playing) return stop();
+        if (state.step >= data.steps) move(0);
+        button.textContent = "stop";
+        playing = setInterval(() => (state.step < data.steps ? move(state.step + 1) : stop()), 60);
+        return undefined;
+      },
+    }, "play");
+    figure.append(element("div", { class: "controls" }, element("label", {}, "step", slider), number, button),
+      legend(data, hidden, draw), canvas, reading);
+    draw();
+    drawn.push(draw);
+    walkable(canvas, reading, () => shown);
+  }
+
+  async function start() {
+    startTheme();
+    const figures = [...document.querySelectorAll("[data-plot]")];
+    if (!figures.length) return;
+    if (!("DecompressionStream" in window)) {
+      const trouble = document.getElementById("trouble");
+      trouble.textContent = "This browser is too old for the plots (it should be of 2023 or later); the rest works.";
+      trouble.hidden = false;
+      return;
+    }
+    const [plots, library] = await Promise.all([unpack("plots"), unpack("plotly")]);
+    document.head.append(element("script", {}, library));
+    const data = JSON.parse(plots);
+    const draw = (figure) => ({ lines, paths })[data[figure.dataset.plot].kind](figure, data[figure.dataset.plot]);
+    const watcher = new IntersectionObserver((entries) => {
+      for (const { isIntersecting, target } of entries) {
+        if (!isIntersecting) continue;
+        watcher.unobserve(target);
+        draw(target);
+      }
+    }, { rootMargin: "600px" });
+    for (const figure of figures) watcher.observe(figure);
+    root.dataset.ready = "true";
+  }
+
+  start();
+})();

@@ -1,0 +1,131 @@
+"""From a folder of results to the sections of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lodo.lab.compare import Comparison
+from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.experiments.base import Experiment
+from lodo.lab.report.commands import quoted, run_command, spelled, theory_command
+from lodo.lab.report.found import Found, find, read_summary
+from lodo.lab.report.page import Gap, Picture, Section, environments, markdown
+from lodo.lab.tasks import TASKS
+from lodo.theory.all import THEORY
+
+Part = tuple[str, Any]  # what is being read, in words, and a function that reads it
+
+
+def section(found: Found, folder: Path) -> Section:
+    """What the page shows of an experiment."""
+    experiment, request = found.experiment, found.request
+    command = run_command(experiment, request, folder, found.results)
+    if request is None:
+        small = quoted([*experiment.command, "--quick"])
+        gap = Gap(f"Not run yet. A small variant takes about a minute: {small}. At full size:", command)
+        return Section(experiment.name, experiment.title, experiment.shows, gaps=[gap])
+    results = found.results
+    return Section(
+        experiment.name,
+        experiment.title,
+        experiment.shows,
+        about=experiment.about(request),
+        says=experiment.sentence(found.rows) if found.rows else "",
+        rows=found.rows,
+        plots=experiment.plots(request, results) if results else (),
+        pictures=[picture for picture in _pictures(experiment, folder) if picture.path.is_file()],
+        notes=experiment.notes(request, results) if results else (),
+        gaps=[*_gaps(found, command), *_picture_gaps(experiment, folder, command)],
+        command=command,
+        made_with=environments(curve.environment for curve in found.curves) or _summary_made_with(experiment, folder),
+    )
+
+
+def _gaps(found: Found, command: str) -> Iterator[Gap]:
+    planned = len(found.missing) + sum(1 for _ in found.curves)
+    if not found.results:
+        yield Gap("The table is that of an earlier summary: its curves are not in this folder. They are made by", command)
+    elif found.missing:
+        names = ", ".join(dict.fromkeys(run.optimizer for run in found.missing))
+        yield Gap(f"{len(found.missing)} of {planned} runs are missing ({names}). They are made by", command)
+
+
+def _pictures(experiment: Experiment, folder: Path) -> list[Picture]:
+    return [Picture(name.replace("-", " "), folder / experiment.name / f"{name}.png") for name in experiment.pictures]
+
+
+def _picture_gaps(experiment: Experiment, folder: Path, command: str) -> Iterator[Gap]:
+    for picture in _pictures(experiment, folder):
+        if not picture.path.is_file():
+            yield Gap(f"The picture {picture.path.name} is missing. It is made by", command)
+
+
+def _summary_made_with(experiment: Experiment, folder: Path) -> list[dict[str, str]]:
+    found = (read_summary(folder / experiment.name / "summary.json") or {}).get("environments")
+    every = found if isinstance(found, list) else []
+    return [{str(k): str(v) for k, v in one.items()} for one in every if isinstance(one, dict)]
+
+
+def theory_section(name: str, folder: Path) -> Section:
+    """A part of the theory: its claims, what was found, and its figures."""
+    home = folder / "theory" / name
+    summary = read_summary(home / "summary.json")
+    text = home / "text.md"
+    settings = (summary or {}).get("settings")
+    command = theory_command(name, settings if isinstance(settings, Mapping) else {}, folder)
+    if summary is None or not text.is_file():
+        return Section(f"theory-{name}", f"Theory: {name}", gaps=[Gap("Not computed yet. It is made by", command)])
+    heading, _, words = text.read_text(encoding="utf-8").partition("\n")
+    return Section(
+        f"theory-{name}", f"Theory: {heading.removeprefix('# ')}", words=markdown(words, home), command=command
+    )
+
+
+def tuning_section(home: Path, folder: Path) -> Section | None:
+    """A search for hyperparameters: what was tuned, beside the paper's, and its generations."""
+    summary, table = read_summary(home / "summary.json"), home / "table.md"
+    if summary is None or not table.is_file():
+        return None
+    heading, _, words = table.read_text(encoding="utf-8").partition("\n")
+    picture = Picture("every trial by generation, and the values that they led to", home / "generations.png")
+    command = tune_command(summary.get("search"), folder)
+    there = picture.path.is_file()
+    return Section(
+        f"tune-{home.name}",
+        heading.removeprefix("# "),
+        words=markdown(words, home),
+        pictures=[picture] if there else (),
+        gaps=() if there else [Gap("The picture of its generations is missing. It is made by", command)],
+        command=command,
+    )
+
+
+def tune_command(search: Any, out: Path) -> str:
+    """What to type for a search with the paper's schedule."""
+    search = search if isinstance(search, Mapping) else {}
+    chosen = search.get("choice", {})
+    given = spelled(chosen.get("options", {}))
+    name = str(chosen.get("optimizer", "NAME"))
+    words = ["lodo", "tune", str(search.get("task", "TASK")), "--optimizer", f"{name}({given})" if given else name]
+    for option in ("sampler", "seed", "trials"):
+        if (value := search.get(option)) not in (None, 0, "paper"):
+            words += [f"--{option}", str(value)]
+    task = {name: value for name, value in search.get("task_options", {}).items() if name != "digest"}
+    words += ["--task", spelled(task)] if task else []
+    return quoted([*words, *([] if out == Path("results") else ["--out", str(out)])])
+
+
+def parts(folder: Path) -> list[Part]:
+    """Every section that the page of a folder has, unread: its name, and a function that reads it or finds nothing."""
+    experiments = [*EXPERIMENTS.values(), *_comparisons(folder)]
+    read = [(one.name, lambda one=one: section(find(one, folder), folder)) for one in experiments]
+    theory = [(f"theory {name}", lambda name=name: theory_section(name, folder)) for name in THEORY]
+    tunings = [(path.name, lambda path=path: tuning_section(path, folder)) for path in sorted(folder.glob("tune/*/"))]
+    return [*read, *theory, *tunings]
+
+
+def _comparisons(folder: Path) -> list[Comparison]:
+    names = [path.parent.name.removeprefix("compare-") for path in sorted(folder.glob("compare-*/summary.json"))]
+    return [Comparison(name) for name in names if name in TASKS]
