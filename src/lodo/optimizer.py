@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
 from lodo import distributed, memory, meta, options
 from lodo._checks import check_bool, check_choice, check_int
 from lodo.algorithm import step_group
+from lodo.diagnostics import Watch, diagnose
 from lodo.distributed import Shard
 from lodo.flatten import compute_dtype, count
 from lodo.guard import Guard
@@ -213,6 +215,8 @@ class LODO(Optimizer):
         Args:
             closure: evaluates the model again and returns the loss; called once if given.
         """
+        if torch.compiler.is_compiling():
+            return self._uncompiled_step(closure)
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -239,6 +243,7 @@ class LODO(Optimizer):
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)
+    _uncompiled_step = torch._disable_dynamo(_hooked_step)  # fused kernels are no graph: it is broken around them
 
     def _take_turns(self) -> None:
         """Read and check every group's gradient, then let every group step."""
@@ -506,6 +511,38 @@ class LODO(Optimizer):
             raise ValueError(f"group must be an index from 0 to {len(self.param_groups) - 1}, got {group!r}")
         if not self._counts[group]:
             raise ValueError(f"group must be one that has parameters, and group {group} has none")
+
+    @torch.no_grad()
+    def diagnostics(self, power_iterations: int | None = None) -> dict[str, float]:
+        """Numbers to log, by name, of every group that has parameters on this rank.
+
+        Watching begins with the first call: `lodo.diagnostics` has what each number means and costs. A call every ten
+        steps is meant to be cheap, so the stretches of G are refined by one product with G every eighth call.
+
+        Args:
+            power_iterations: refine both stretches by so many products with G each, now.
+
+        Example:
+            >>> x = torch.nn.Parameter(torch.ones(3))
+            >>> opt = LODO([x], lr=0.5)
+            >>> x.grad = torch.tensor([3.0, 0.0, 4.0])
+            >>> opt.step()
+            >>> numbers = opt.diagnostics()
+            >>> round(numbers["group0/gradient_norm"], 6), round(numbers["group0/largest_stretch"], 6)
+            (5.0, 0.5)
+        """
+        if power_iterations is not None:
+            check_int("power_iterations", power_iterations, low=0)
+        numbers: dict[str, float] = {}
+        for i, group in enumerate(self.param_groups):
+            if self._counts[i]:
+                net, state = self._network(i), self._state(i)
+                if net.watch is None:
+                    net.watch = Watch(net.g.vector, net.s.vector, state["step"])
+                net.watch.look(partial(net.engine.apply, state["theta"]), power_iterations)
+                measured = diagnose(state, net.g.vector, net.s.vector, float(group["lr"]), net.watch, net.engine)
+                numbers.update({f"group{i}/{name}": value for name, value in measured.items()})
+        return {**numbers, "skipped_steps": float(self.skipped_steps)}
 
     @property
     def skipped_steps(self) -> int:
