@@ -1,7 +1,7 @@
 """What several processes do together, over gloo on this machine: `python ranks.py FOLDER` runs every check.
 
-Two ranks, then three; each check runs on all of them at once, and every rank writes what became of it to
-FOLDER/<world>/<check>-<rank>.txt: "ok", or a traceback. Ranks are forked from one process, which has imported everything.
+Two ranks, then three; each check runs on all of them at once, and every rank writes what became of it, "ok" or a
+traceback, to FOLDER/<world>/<check>-<rank>.txt. Ranks are forked from one process, which has imported everything.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def check_states_in_plain_files() -> None:
 
 def check_a_gathered_state_is_refused() -> None:
     """What one rank can see of the others' is nothing: `full_state_dict` cannot work, and says so."""
-    (one, a), (other, b) = sharded(), sharded()
+    (one, a), (_, b) = sharded(), sharded()
     train(one, a, range(3))
     gathered_state = get_optimizer_state_dict(one, a, options=StateDictOptions(full_state_dict=True))
     everyone = [gathered_state]
