@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import lightning as L
+import lightning
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lodo import LODO
 
 
-class Sines(L.LightningModule):
+class Sines(lightning.LightningModule):
     """Learns sin(x_1) + ... + sin(x_4)."""
 
     def __init__(self, lr: float = 0.1) -> None:
@@ -37,15 +37,15 @@ class Sines(L.LightningModule):
 
 def train(epochs: int, folder: Path, resume: bool = False) -> Sines:
     """Train for ``epochs`` in all, from the last checkpoint if ``resume``."""
-    L.seed_everything(0, verbose=False)
+    lightning.seed_everything(0, verbose=False)
     x = torch.randn(256, 4)
     data = DataLoader(TensorDataset(x, torch.sin(x).sum(1, keepdim=True)), batch_size=128)
     module = Sines()
-    trainer = L.Trainer(
+    trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
         default_root_dir=folder,
-        callbacks=[L.pytorch.callbacks.ModelCheckpoint(folder, save_last=True)],
+        callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(folder, save_last=True)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,4 +1,4 @@
-"""Watching LODO in TensorBoard: `python examples/tensorboard_diagnostics.py`, then `tensorboard --logdir results/tensorboard`.
+"""Watching LODO in TensorBoard: `python examples/tensorboard_diagnostics.py; tensorboard --logdir results/tensorboard`.
 
 `opt.diagnostics()` is a flat dict of numbers. W&B takes the same dict: `wandb.log(opt.diagnostics(), step=t)`.
 """

@@ -1,7 +1,8 @@
 """LODO in the Trainer of Transformers: `python examples/transformers_trainer.py`, again with `--resume` to go on.
 
-`optimizer_cls_and_kwargs` lets the Trainer make LODO itself, with one group for weights that decay and one for the rest;
-its checkpoints hold LODO's state. The model, a tiny GPT-2 that learns to count, starts from scratch: nothing is downloaded.
+`optimizer_cls_and_kwargs` lets the Trainer make LODO itself, with one group for weights that decay and one for the
+rest; its checkpoints hold LODO's state. The model, a tiny GPT-2 that learns to count, starts from scratch: nothing is
+downloaded.
 """
 
 from __future__ import annotations

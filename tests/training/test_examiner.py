@@ -1,7 +1,7 @@
 """PyTorch's own way of examining an optimizer: an `OptimizerInfo`, put through what torch asks of each of its own.
 
-torch ships the description of optimizers and the machinery (`torch.testing._internal.common_optimizers`), not the tests that
-use it; those below ask the same questions, in the same terms. EXCLUDED has the questions that do not apply.
+torch ships the description of optimizers and the machinery (`torch.testing._internal.common_optimizers`), not the tests
+that use it; those below ask the same questions, in the same terms. EXCLUDED has the questions that do not apply.
 """
 
 from __future__ import annotations
