@@ -3,9 +3,9 @@
     python benchmarks/training.py                  about five minutes on two cores
     python benchmarks/training.py --quick          a smaller model, fewer repeats
 
-DDP: two gloo processes of one thread each take turns between steps with the gradients that were averaged and steps on
-plain parameters with the same gradients. FSDP2: how many numbers of state a rank holds, over a single process. Diagnostics: ten
-steps and one call, over ten steps. Targets are in brackets.
+DDP: two gloo processes of one thread each step on a model in DDP and on a plain one in turn, after the gradients were
+averaged. FSDP2: how many numbers of state a rank holds, over a single process. Diagnostics: ten steps and one call,
+over ten steps. Targets are in brackets.
 """
 
 from __future__ import annotations
