@@ -98,9 +98,9 @@ def on_rank(rank: int, n: int, repeats: int, folder: str) -> None:
 
 def distributed(n: int, repeats: int) -> dict[str, float]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    spawn = multiprocessing.get_context("spawn")
+    fork = multiprocessing.get_context("fork")  # nothing has started a thread yet
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [spawn.Process(target=on_rank, args=(r, n, repeats, folder)) for r in range(2)]
+        ranks = [fork.Process(target=on_rank, args=(r, n, repeats, folder)) for r in range(2)]
         for process in ranks:
             process.start()
         for process in ranks:

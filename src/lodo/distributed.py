@@ -18,6 +18,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_PART = 1 << 20  # numbers of a tensor that are added at once
+
 
 def local(x: Tensor) -> Tensor:
     """What this rank holds of a DTensor; any other tensor as it is.
@@ -139,7 +141,8 @@ def checksum(x: Tensor) -> Tensor:
     """
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return x.detach().contiguous().view(integer).sum(dtype=torch.int64)
+    parts = x.detach().reshape(-1).view(integer).split(_PART)  # torch widens what it adds, a part at a time
+    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
 def drifted(table: Sequence[Sequence[int]]) -> dict[int, list[int]]:
@@ -163,7 +166,7 @@ def check_sync(named: Sequence[tuple[str, Tensor]]) -> None:
     """Raise on every rank, naming the ranks and what differs, unless all ranks hold the same bits."""
     if not named or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    ours = torch.stack([checksum(x) for _, x in named])
+    ours = torch.stack([checksum(x).to(named[0][1].device) for _, x in named])
     gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, ours)
     found = drifted([row.tolist() for row in gathered])
