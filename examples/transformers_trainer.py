@@ -32,6 +32,7 @@ def train(steps: int, folder: Path, save_every: int = 10, resume: bool = False, 
     """Train for ``steps`` in all, from the last checkpoint in ``folder`` if ``resume``."""
     set_seed(0)
     config = GPT2Config(vocab_size=10, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
