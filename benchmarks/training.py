@@ -26,8 +26,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lodo import LODO
@@ -64,8 +64,7 @@ def held(opt: LODO) -> int:
 def on_rank(rank: int, n: int, repeats: int, folder: str) -> None:
     """Both ranks take every turn at the same time; the first one writes what it measured."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     wrapped = DistributedDataParallel(model_of(n))
     plain, checked, sharded = model_of(n), model_of(n), model_of(n)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))

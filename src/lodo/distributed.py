@@ -141,7 +141,7 @@ def checksum(x: Tensor) -> Tensor:
     """
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    parts = x.detach().reshape(-1).view(integer).split(_PART)  # torch widens what it adds, a part at a time
+    parts = torch.split(x.detach().reshape(-1).view(integer), _PART)  # torch widens what it adds, a part at a time
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import (
     Optimizer,
     ParamsT,
@@ -243,7 +244,7 @@ class LODO(Optimizer):
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)
-    _uncompiled_step = torch._disable_dynamo(_hooked_step)  # fused kernels are no graph: it is broken around them
+    _uncompiled_step = _disable_dynamo(_hooked_step)  # fused kernels are no graph: it is broken around them
 
     def _take_turns(self) -> None:
         """Read and check every group's gradient, then let every group step."""

@@ -257,7 +257,8 @@ class TestExaminer(TestCase):
             twin = copy.deepcopy(opt)
             public = sorted(name for name in vars(opt) if not name.startswith("_"))
             self.assertEqual(sorted(name for name in vars(twin) if not name.startswith("_")), public)
-            for name in set(public) - {"state", "param_groups"}:  # whose keys and entries are the parameters
+            # parameters differ, and torch adds flags that it once did not have to the defaults of a copy
+            for name in set(public) - {"state", "param_groups", "defaults"}:
                 self.assertEqual(getattr(opt, name), getattr(twin, name), rtol=0, atol=0, msg=name)
 
     @optims([INFO], dtypes=[torch.float32])

@@ -275,5 +275,6 @@ def test_the_step_stays_out_of_compiled_graphs(backend, what):
         plain.step()
     assert torch.equal(x, y)
     assert len(hooked) == 4
+    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"LODO\._step"):
         torch.compile(opt.step, backend="eager", fullgraph=True)()
