@@ -80,13 +80,13 @@ class Space:
         return math.log(self.start if self.kind == "rate" else 1 - self.start)
 
     def value(self, p: float) -> float:
-        """The hyperparameter, from a study's parameter; a decay that would be negative is 0, as in the paper."""
-        return p if self.kind == "rate" else max(0.0, 1 - p)
+        """The hyperparameter, from a study's parameter."""
+        return p if self.kind == "rate" else 1 - p
 
     def distribution(self, bounded: bool) -> FloatDistribution | IntDistribution:
         """For Optuna; ``bounded`` for samplers that look everywhere between the bounds."""
         if self.kind == "decay":
-            least, most = _DECAYS if bounded else _UNBOUNDED
+            least, most = _DECAYS if bounded else (_UNBOUNDED[0], 1.0)
             low = least if self.high is None else 1 - self.high
             return FloatDistribution(low, most if self.low is None else 1 - self.low, log=True)
         least, most = (self.start / _SPAN, self.start * _SPAN) if bounded else _UNBOUNDED
