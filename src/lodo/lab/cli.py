@@ -1,4 +1,4 @@
-"""The command line: ``lodo run NAME``, ``lodo tune TASK``."""
+"""The command line: ``lodo run NAME``, ``lodo tune TASK``, ``lodo theory NAME``."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from lodo.lab.tasks import TASKS
 from lodo.lab.tuning.report import state, write
 from lodo.lab.tuning.search import SAMPLERS, plan
 from lodo.lab.tuning.study import tune as conduct_search
+from lodo.theory.all import THEORY
+from lodo.theory.report import write as write_finding
 
 app = typer.Typer(
     help="LODO's laboratory: the paper's experiments, each in one command.",
@@ -239,6 +241,27 @@ def tune(
             highlight=False,
             soft_wrap=True,
         )
+
+
+@app.command(no_args_is_help=True)
+def theory(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(THEORY)}, or all.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller cases: all of it in about a minute.")] = False,
+    seed: Annotated[int, typer.Option(help="Draws matrices, noise and permutations.", min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for numbers, words and figures.")] = Path("results"),
+) -> None:
+    """Check the paper's theory by computation: what holds, under which conditions, and where it stops holding."""
+    console = Console()
+    with _errors_in_words(console, "what was finished is kept"):
+        check_choice("NAME", name, (*THEORY, "all"))
+        held = True
+        for each in THEORY if name == "all" else (name,):
+            with console.status(f"computing {each}"):
+                finding = THEORY[each](quick=quick, seed=seed)
+            write_finding(finding, out / "theory" / each, {"quick": quick, "seed": seed}, console)
+            held = held and all(claim.holds for claim in finding.claims)
+        if not held:
+            raise ValueError("a claim does not hold; see above")
 
 
 @app.command(no_args_is_help=True)

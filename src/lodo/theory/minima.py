@@ -30,7 +30,7 @@ def descend(family: Family, start: np.ndarray, H: Matrix, steps: int) -> float:
         x = torch.from_numpy(theta).requires_grad_()
         loss = distance(family(x), hessian)
         (gradient,) = torch.autograd.grad(loss, x)
-        return float(loss), gradient.numpy()
+        return float(loss.detach()), gradient.numpy()
 
     options = {"maxiter": steps, "maxfun": 2 * steps, "ftol": 1e-15, "gtol": 1e-10, "maxcor": 30}
     return float(minimize(value, start, jac=True, method="L-BFGS-B", options=options).fun)
@@ -126,7 +126,7 @@ def _draw(results: dict[str, np.ndarray]) -> Figure:
     bins = np.geomspace(floor, 10, 61)
     colors = ("#000000", "#7f7f7f", "#d55e00", "#cfe3f0", "#8fc1de", "#4a97c5", "#0072b2")
     for (name, ends), color in zip(results.items(), colors, strict=False):
-        axes.hist(np.clip(ends, floor, None), bins=list(bins), histtype="step", color=color, lw=1.5, label=name)
+        axes.hist(np.clip(ends, 1.01 * floor, None), bins=list(bins), histtype="step", color=color, lw=1.5, label=name)
     axes.set(xlabel="|| I - G H ||^2 at the end", ylabel="starts", xscale="log", title="Where descent ends")
     axes.legend(fontsize="x-small", loc="upper left")
     return figure
