@@ -44,7 +44,8 @@ def mix(nt: int, depth: int, samples: int, rng: np.random.Generator, exact: int 
 
 
 def fit(mixed: Mixed) -> tuple[float, float]:
-    """c1 and c2 of ``epsilon = c1 nt exp(-c2 N nt / 2)``, over the depths after the first that it is well above rounding."""
+    """c1 and c2 of ``epsilon = c1 nt exp(-c2 N nt / 2)``, over the depths after the first that it is well above "
+    "rounding."""
     N = np.arange(1, len(mixed.epsilon) + 1)
     good = (mixed.epsilon > 1e-9) & (N > 1) & (mixed.error < 0.2 * mixed.epsilon)
     decay, start = np.polyfit(N[good] * mixed.nt / 2, np.log(mixed.epsilon[good] / mixed.nt), 1)
@@ -61,7 +62,8 @@ def routing_success(nt: int, depth: int, tries: int, rng: np.random.Generator) -
 
 
 def sparse_matrix(nt: int, k: int, rng: np.random.Generator) -> Matrix:
-    """At most nt weights, at most k in each row and column: a sum of k permutation matrices of a part of the indices."""
+    """At most nt weights, at most k in each row and column: a sum of k permutation matrices of a part of the "
+    "indices."""
     m = nt // k
     matrix = np.zeros((nt, nt))
     rows, columns = rng.permutation(nt)[:m], rng.permutation(nt)[:m]
@@ -119,7 +121,8 @@ def _epsilon(mixing: list[Mixed]) -> tuple[Claim, dict[str, object]]:
         off < math.log(2),
         f"For each nt it falls exponentially with depth, within a factor of {math.exp(off):.2f} of a fit: {said}.",
         "c2 is not the same for all nt: a layer divides epsilon by "
-        f"{', '.join(f'{1 / half:.2f} (nt = {nt})' for nt, half in halves.items())}, so that the exponent goes with the depth N rather than with N nt. "
+        f"{', '.join(f'{1 / half:.2f} (nt = {nt})' for nt, half in halves.items())}, so that the exponent goes with "
+        "the depth N rather than with N nt. "
         "The conjecture is for large nt, which this cannot reach.",
     )
     return claim, {
@@ -137,10 +140,12 @@ def _reach(mixing: list[Mixed]) -> tuple[Claim, dict[str, object]]:
         bool(holds),
         "So it was at every depth, exactly or within what was sampled. 99.9 % are reached at depth "
         f"{', '.join(f'{depth} (nt = {nt})' for nt, depth in deep.items())}.",
-        "That all permutations can be made has probability 1 - nt! sqrt(epsilon / 2) at least, which says nothing until "
+        "That all permutations can be made has probability 1 - nt! sqrt(epsilon / 2) at least, which says nothing "
+        "until "
         "epsilon is below 2 / nt!^2: at the largest depth here it is "
         f"{', '.join(f'{value:.3g} (nt = {nt})' for nt, value in useful.items())}. In truth all were reached by "
-        f"{', '.join(f'{mixed.all_reached[-1]:.0%} (nt = {mixed.nt})' for mixed in mixing)} of the sequences of that depth.",
+        f"{', '.join(f'{mixed.all_reached[-1]:.0%} (nt = {mixed.nt})' for mixed in mixing)} of the sequences of "
+        "that depth.",
     )
     return claim, {
         "reached": {str(mixed.nt): mixed.reached.tolist() for mixed in mixing},
@@ -203,12 +208,15 @@ def _construction(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[st
         axes.legend(fontsize="x-small")
     last = {k: rates[-1] for k, rates in networks.items()}
     claim = Claim(
-        "With depth 2 M d (ceil(log2 k) + 1) the network can be any linear network of depth d with at most nt weights a "
+        "With depth 2 M d (ceil(log2 k) + 1) the network can be any linear network of depth d with at most nt "
+        "weights a "
         "layer and fans up to k: theta is constructed.",
         worst < 1e-9 and min(last.values()) > 0.9,
-        f"Where theta was found, the network was the wanted one to {worst:.0e}. With M = {depths[-1]} layers for each permutation, nt = 8 and "
+        f"Where theta was found, the network was the wanted one to {worst:.0e}. With M = {depths[-1]} layers for "
+        "each permutation, nt = 8 and "
         f"d = 2 it was found in {', '.join(f'{rate:.0%} (k = {k})' for k, rate in last.items())} of the cases.",
-        "The search finds swaps by meeting in the middle, which is exponential in nt: up to about nt = 10 here. A random "
+        "The search finds swaps by meeting in the middle, which is exponential in nt: up to about nt = 10 here. A "
+        "random "
         "permutation needs about log2(nt!) / (nt / 2) layers at the least, as so many swaps must be told apart.",
     )
     return (

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
@@ -59,7 +58,7 @@ def learn(steps: int, points: int, *, seed: int, condition: float = 1000.0, n: i
                 bowl.evaluate()
                 opt.step()
         G = opt.preconditioner_matrix().double().numpy()
-    values, U = np.linalg.eigh(H.numpy())
+    U = np.linalg.eigh(H.numpy())[1]
     return Learned(np.array(at), np.array(sigma), G, H.numpy(), U[:, ::-1])
 
 
@@ -93,9 +92,11 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
         Claim(
             "LODO's G approaches the inverse Hessian.",
             bool(last < first and high / low < start_high / start_low),
-            f"On the paper's bowl sigma falls from {first:.3f} to {last:.3f} in {steps:,} steps. The middle 80 % of the eigenvalues of G H, "
+            f"On the paper's bowl sigma falls from {first:.3f} to {last:.3f} in {steps:,} steps. The middle 80 % of "
+            "the eigenvalues of G H, "
             f"which should be 1, go from a ratio of {start_high / start_low:.0f} to one of {high / low:.1f}.",
-            "It does not get there: flat directions, where little is lost, are learned last, and sigma counts all alike.",
+            "It does not get there: flat directions, where little is lost, are learned last, and sigma counts all "
+            "alike.",
         ),
         Claim(
             "The better the condition and the more expressive the network, the closer.",

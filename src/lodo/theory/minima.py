@@ -49,7 +49,7 @@ def deep_linear(n: int, widths: tuple[int, ...]) -> tuple[Family, int]:
 
     def family(theta: Tensor) -> Tensor:
         G = torch.eye(n, dtype=theta.dtype)
-        for part, shape in zip(theta.split(counts), shapes, strict=True):
+        for part, shape in zip(torch.split(theta, counts), shapes, strict=True):
             G = part.view(shape) @ G
         return G
 
@@ -96,13 +96,14 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
         "For a dense G, alone or as a product of layers at least as wide as n, every local minimum is the global one.",
         bool(wide < 1e-6),
         f"From {starts} random starts each, ||I - G H||^2 ended at {wide:.0e} at most, with one layer and with three.",
-        f"Layers of width {n // 2} cannot do it: a G of that rank misses {rank:g} at least, and the ends were from {narrow.min():.4g} to "
+        f"Layers of width {n // 2} cannot do it: a G of that rank misses {rank:g} at least, and the ends were from "
+        f"{narrow.min():.4g} to "
         f"{narrow.max():.4g}, so that here too no worse minimum was met.",
     )
     bands = {name: (float(ends.min()), float(np.median(ends)), float(ends.max())) for name, ends in results.items()}
     sparse = {name: band for name, band in bands.items() if name.startswith("LODO")}
     best = list(sparse.values())[-1]
-    first = list(sparse.values())[0]
+    first = next(iter(sparse.values()))
     sparse_claim = Claim(
         "LODO's sparse network may be expected to end near the best.",
         best[1] < 0.01 * n and best[1] < first[1],
@@ -112,7 +113,8 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
             for name, (a, m, b) in sparse.items()
         )
         + f"; ||I||^2 is {n}.",
-        "Permutations differ between starts, so that the band is of networks as well as of starts. A deeper network has "
+        "Permutations differ between starts, so that the band is of networks as well as of starts. A deeper "
+        "network has "
         "more parameters than G has entries, and then ends as well as a dense one.",
     )
     return Finding(

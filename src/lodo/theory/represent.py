@@ -54,7 +54,7 @@ def product(blocks: Tensor, permutations: Tensor) -> Tensor:
 
 
 def represent(F: Sequence[Tensor | np.ndarray], permutations: Tensor) -> Represented | None:
-    """Blocks with which the network with these permutations is the product of sparse matrices, or None if none was found.
+    """Blocks with which the network with these permutations is a product of sparse matrices; None if none was found.
 
     Args:
         F: the matrices of a sparse linear network, the first one applied first. Each has at most nt rows, columns and
@@ -174,10 +174,10 @@ def _completed(sources: np.ndarray) -> np.ndarray:
 
 
 def route(target: np.ndarray, permutations: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
-    """Which pairs to swap in each layer so that all layers together are ``y[j] = x[target[j]]``; None if none was found.
+    """Which pairs to swap in each layer so that together they are ``y[j] = x[target[j]]``; None if none was found.
 
-    From both ends: all swaps of the first layers, and all of the last ones backwards, until they meet. Layers beyond what
-    can be searched are set at random, a number of times.
+    From both ends: all swaps of the first layers, and all of the last ones backwards, until they meet. Layers beyond
+    what can be searched are set at random, a number of times.
 
     >>> rng = np.random.default_rng(0)
     >>> P = np.stack([rng.permutation(6) for _ in range(8)])
@@ -210,7 +210,7 @@ def _swapped(rows: np.ndarray, swaps: np.ndarray) -> np.ndarray:
 
 
 def _patterns(pairs: int) -> np.ndarray:
-    return (np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1 == 1
+    return np.asarray((np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1 == 1)
 
 
 def _all_swaps(start: np.ndarray, permutations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
