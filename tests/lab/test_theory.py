@@ -269,7 +269,7 @@ class TestRepresent:
             represent([np.ones((8, 8))], P)
         with pytest.raises(ValueError, match="even number of elements, got 5"):
             represent([np.eye(5)], random_layers(5, 4, np.random.default_rng(0)))
-        with pytest.raises(ValueError, match="at least 6 for this network, got 4"):
+        with pytest.raises(ValueError, match="at least 5 for this network, got 4"):
             represent([sparse_matrix(8, 4, np.random.default_rng(0))], P)
 
     def test_product_is_the_product(self):

@@ -61,8 +61,8 @@ def represent(F: Sequence[Tensor | np.ndarray], permutations: Tensor) -> Represe
             nonzero entries; smaller ones stand for their top left corner, the rest being zero.
         permutations: (N, nt), as `lodo.Mixing.permutations` gives them for ``block_size=2``.
 
-    The layers are divided evenly among the permutations that the construction needs, ``2 (ceil(log2 k) + 1)`` for each
-    matrix whose rows and columns have at most k entries.
+    The layers are divided evenly among the permutations that the construction needs, ``2 ceil(log2 k) + 1`` for each
+    matrix whose rows and columns have at most k entries: one fewer than in the proof, where two of them meet.
 
     Example:
         >>> rng = torch.Generator().manual_seed(0)
