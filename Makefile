@@ -14,6 +14,7 @@ test: setup
 
 bench: setup
 	$(BIN)/python benchmarks/bench.py
+	$(BIN)/python benchmarks/networks.py
 
 format: setup
 	$(BIN)/ruff check --fix

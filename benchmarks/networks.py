@@ -34,7 +34,7 @@ from lodo.lab.tasks.mnist import Mnist
 OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]] = {
     "Adam": lambda params: torch.optim.Adam(params, lr=1e-4),
     "LODO": lambda params: LODO(params, lr=1e-4, meta_lr=1e-5, save_activations=weights(params) < 5_000_000),
-    "LODO (recipe='robust')": lambda params: LODO(params, lr=1e-4, meta_lr=1e-5, recipe="robust"),
+    "LODO, robust": lambda params: LODO(params, lr=1e-4, meta_lr=1e-5, recipe="robust"),
 }
 TARGETS = {"image generation": 0.95, "resnet18": 0.60}  # steps a second, LODO over Adam
 PAPER = {"image generation": 5.64 / 7.08, "resnet18": 0.0316 / 0.0793}
@@ -49,7 +49,7 @@ def generator(batch: int, fused: bool = True) -> Task:
     """Image generation on images as large as MNIST's."""
     with data.using("digits"):
         task = Mnist(0, batch=batch, fused=fused)
-    task.train = torch.randint(256, (1000, 28, 28), dtype=torch.uint8)
+    task.train = torch.randint(256, (len(task.train), 28, 28), dtype=torch.uint8)
     return task
 
 
@@ -105,17 +105,17 @@ def fusion(batch: int, repeats: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="batches of 64 images, ResNet-8, few repeats")
+    parser.add_argument("--quick", action="store_true", help="batches of 32 images, ResNet-8, few repeats")
     parser.add_argument("--only", choices=("generation", "resnet"), help="one of the two networks")
     parser.add_argument("--repeats", type=int, help="interleaved repeats (15 for image generation, 4 for ResNet-18)")
     parser.add_argument("--out", type=Path, default=Path("results/bench-networks.json"), help="where the JSON goes")
     options = parser.parse_args()
-    batch, model = (64, "resnet8") if options.quick else (256, "resnet18")
+    batch, model = (32, "resnet8") if options.quick else (256, "resnet18")
     measured: dict[str, dict[str, float]] = {}
     gain = None
     if options.only != "resnet":
         repeats = options.repeats or (5 if options.quick else 15)
-        gain = fusion(batch, max(3, repeats // 3))
+        gain = fusion(batch, max(1, repeats // 3))
         measured["image generation"] = shares("image generation", generator(batch), repeats, 1)
     if options.only != "generation":
         measured[model] = shares(model, classifier(model, batch), options.repeats or 4, None)

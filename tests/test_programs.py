@@ -65,6 +65,19 @@ def test_benchmark_measures_memory(variant, most):
     assert resting <= peak
 
 
+def test_benchmark_beside_networks(tmp_path):
+    out = tmp_path / "networks.json"
+    command = [sys.executable, ROOT / "benchmarks" / "networks.py", "--quick", "--repeats", "1", "--out", out]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "times as fast on fused kernels" in text
+    result = json.loads(out.read_text())
+    assert result["fused_gain"] > 0
+    assert result["seconds"].keys() == {"image generation", "resnet8"}
+    for ratios in result["steps_a_second_over_adam"].values():
+        assert ratios.pop("Adam") == 1
+        assert all(0 < ratio < 1.1 for ratio in ratios.values())
+
+
 def test_roofline_counts_the_passes():
     bench = load(ROOT / "benchmarks" / "bench.py")
     n, hidden = 94_696, 189_392

@@ -291,6 +291,7 @@ class TestStudies:
         taken = claims.next()
         assert taken.number == 0
         assert search.suggest(taken) == search.suggest(mine), "the same parameters, whoever asks"
+        study.tell(1, 1.0)  # by another process
         claims.show_life()
         assert time.time() - study.get_trials()[0].user_attrs["owner"]["seen"] < 60
 

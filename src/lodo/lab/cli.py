@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from optuna import Study
+from optuna.exceptions import OptunaError
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -52,7 +53,7 @@ def _errors_in_words(console: Console, kept: str) -> Iterator[None]:
     """Say what went wrong, or what an interruption left, instead of a traceback."""
     try:
         yield
-    except (ValueError, OSError, FloatingPointError, RunError) as error:
+    except (ValueError, OSError, FloatingPointError, RunError, OptunaError) as error:
         console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:

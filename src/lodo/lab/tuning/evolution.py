@@ -35,11 +35,12 @@ class EvolutionSampler(BaseGASampler):
     Example:
         >>> import optuna
         >>> optuna.logging.set_verbosity(optuna.logging.ERROR)
-        >>> sampler = EvolutionSampler([Space("lr", "rate", 1.0)], Schedule(8, (3, 1, 0.3), (10, 10, 10)), seed=0)
+        >>> schedule = Schedule(population=16, noise=(3, 2, 1, 0.5), steps=(10, 10, 10, 10))
+        >>> sampler = EvolutionSampler([Space("lr", "rate", 1.0)], schedule, seed=0)
         >>> study = optuna.create_study(sampler=sampler)
-        >>> study.optimize(lambda trial: math.log(trial.suggest_float("lr", 1e-9, 1e9, log=True) / 20) ** 2, 24)
-        >>> round(math.exp(sampler.mean(study, 3)["lr"]))
-        20
+        >>> study.optimize(lambda trial: math.log(trial.suggest_float("lr", 1e-9, 1e9, log=True) / 20) ** 2, 64)
+        >>> bool(10 < math.exp(sampler.mean(study, generation=4)["lr"]) < 40)
+        True
     """
 
     def __init__(self, spaces: Sequence[Space], schedule: Schedule, seed: int) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,8 @@ def tune(
             if hired.busy:
                 run = hired.wait()
                 number = mine.pop(run)
-                _tell(study, number, _loaded(run, folder))
                 claims.release(number)
+                _tell(study, number, _loaded(run, folder))
             elif _left(search, study) == 0:
                 return study
             else:
@@ -179,10 +179,11 @@ class _Claims:
             self.held.pop(number, None)
 
     def show_life(self) -> None:
-        """Tell other machines that this process is alive."""
+        """Tell other machines that this process is alive; one sign may get lost."""
         with self.lock:
             for trial in self.held.values():
-                trial.set_user_attr(_OWNER, {**self.me, "seen": time.time()})
+                with suppress(OptunaError):  # another process has finished it, or the database is busy
+                    trial.set_user_attr(_OWNER, {**self.me, "seen": time.time()})
 
 
 @contextmanager
