@@ -263,8 +263,7 @@ def _averages(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tu
         bool(off[-1] < off[0] and off[-1] < 0.1 and end < 1),
         f"The mean over {seeds} runs differs from the equation by {off[0]:.1%} of A_0 at alpha = {alphas[0]:g} and by "
         f"{off[-1]:.1%} at alpha = {alphas[-1]:g} (alpha to the power of {power:.2f}). At alpha t = {times[-1]:g} "
-        "||A|| is "
-        f"{end:.2f} of what it was.",
+        f"||A|| is {end:.2f} of what it was.",
         "Averages follow the equation; a single run fluctuates around it, by more the larger alpha is. The slowest "
         "direction's rate is the cube of its curvature.",
     )
@@ -286,9 +285,8 @@ def _monotone(H: Matrix, A: Matrix, rng: np.random.Generator, starts: int) -> tu
     claim = Claim(
         "||B D^-1||_F never grows along the equation.",
         worst <= 1e-9,
-        f"From {starts} random A with ||A||_2 < 1 and random noise covariances, its largest relative change from "
-        "one of "
-        f"60 times to the next was {worst:.1e}.",
+        f"From {starts} random A with ||A||_2 < 1 and random noise covariances, its largest relative change from one "
+        f"of 60 times to the next was {worst:.1e}.",
         f"||A||_F itself may grow on the way: it did from {grew} of these starts, at most to {most:.2f} times its "
         "size.",
     )
@@ -304,10 +302,9 @@ def _rates(H: Matrix, A: Matrix, sigma: Matrix) -> tuple[Claim, dict[str, float]
         "The error falls faster with larger curvature and with larger noise.",
         bool(powers[0] > 0 and powers[1] > 0),
         f"With A_0 kept, the rate goes with the curvature to the power of {powers[0]:.3f} and with the noise's "
-        "standard "
-        f"deviation to the power of {powers[1]:.3f}; the equation says 3 and 2.",
-        "At a fixed alpha: a larger curvature or noise also makes alpha's steps larger, and the equation needs "
-        "them small.",
+        f"standard deviation to the power of {powers[1]:.3f}; the equation says 3 and 2.",
+        "At a fixed alpha: a larger curvature or noise also makes alpha's steps larger, and the equation needs them "
+        "small.",
     )
     return claim, {"curvature_power": powers[0], "noise_power": powers[1]}
 
@@ -362,7 +359,6 @@ def _theorem(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tup
         f"{alphas[-1] / R:.0e} R it falls from {deviations[-1][-1]:.1e} at r = R to {deviations[-1][0]:.1e} at r = "
         f"{shares[0]:g} R.",
         f"The bound is far from tight, and R is short. At r = {beyond[-1]:g} A has moved by {moved[-1]:.2f} and the "
-        "frozen dynamics "
-        f"are off by {gaps[-1]:.2f}, so that t_0 has to be renewed on the way, as the paper says.",
+        f"frozen dynamics are off by {gaps[-1]:.2f}, so that t_0 has to be renewed on the way, as the paper says.",
     )
     return claim, {"R": R, "largest_share_of_the_bound": worst}, figure

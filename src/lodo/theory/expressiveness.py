@@ -139,8 +139,7 @@ def _epsilon(mixing: list[Mixed]) -> tuple[Claim, dict[str, object]]:
         f"For each nt it falls exponentially with depth, within a factor of {math.exp(off):.2f} of a fit: {said}.",
         "c2 is not the same for all nt: a layer divides epsilon by "
         f"{', '.join(f'{1 / half:.2f} (nt = {nt})' for nt, half in halves.items())}, so that the exponent goes with "
-        "the depth N rather than with N nt. "
-        "The conjecture is for large nt, which this cannot reach.",
+        "the depth N rather than with N nt. The conjecture is for large nt, which this cannot reach.",
     )
     return claim, {
         "fits": {str(nt): {"c1": c1, "c2": c2, "factor_a_layer": halves[nt]} for nt, (c1, c2) in fits.items()},
@@ -158,11 +157,10 @@ def _reach(mixing: list[Mixed]) -> tuple[Claim, dict[str, object]]:
         "So it was at every depth, exactly or within what was sampled. 99.9 % are reached at depth "
         f"{', '.join(f'{depth} (nt = {nt})' for nt, depth in deep.items())}.",
         "That all permutations can be made has probability 1 - nt! sqrt(epsilon / 2) at least, which says nothing "
-        "until "
-        "epsilon is below 2 / nt!^2: at the largest depth here it is "
+        "until epsilon is below 2 / nt!^2: at the largest depth here it is "
         f"{', '.join(f'{value:.3g} (nt = {nt})' for nt, value in useful.items())}. In truth all were reached by "
-        f"{', '.join(f'{mixed.all_reached[-1]:.0%} (nt = {mixed.nt})' for mixed in mixing)} of the sequences of "
-        "that depth.",
+        f"{', '.join(f'{mixed.all_reached[-1]:.0%} (nt = {mixed.nt})' for mixed in mixing)} of the sequences of that "
+        "depth.",
     )
     return claim, {
         "reached": {str(mixed.nt): mixed.reached.tolist() for mixed in mixing},
@@ -225,13 +223,13 @@ def _construction(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[st
         axes.legend(fontsize="x-small")
     last = {k: rates[-1] for k, rates in networks.items()}
     claim = Claim(
-        "With depth 2 M d (ceil(log2 k) + 1) the network can be any linear network of depth d with at most nt "
-        "weights a layer and fans up to k: theta is constructed.",
+        "With depth 2 M d (ceil(log2 k) + 1) the network can be any linear network of depth d with at most nt weights "
+        "a layer and fans up to k: theta is constructed.",
         worst < 1e-9 and min(last.values()) > 0.9,
-        f"Where theta was found, the network was the wanted one to {worst:.0e}. With M = {depths[-1]} layers for "
-        f"each permutation, nt = 8 and d = 2 it was found in "
-        f"{', '.join(f'{rate:.0%} (k = {k})' for k, rate in last.items())} of the cases, at a depth of "
-        "M d (2 ceil(log2 k) + 1).",
+        f"Where theta was found, the network was the wanted one to {worst:.0e}. With M = {depths[-1]} layers for each "
+        "permutation, nt = 8 and d = 2 it was found in "
+        f"{', '.join(f'{rate:.0%} (k = {k})' for k, rate in last.items())} of the cases, at a depth of M d (2 "
+        "ceil(log2 k) + 1).",
         "The search finds swaps by meeting in the middle, which is exponential in nt: up to about nt = 10 here. A "
         "random permutation needs about log2(nt!) / (nt / 2) layers at the least, as so many swaps must be told apart.",
     )

@@ -93,8 +93,8 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
             "LODO's G approaches the inverse Hessian.",
             bool(last < first and high / low < start_high / start_low),
             f"On the paper's bowl sigma falls from {first:.3f} to {last:.3f} in {steps:,} steps. The middle 80 % of "
-            "the eigenvalues of G H, "
-            f"which should be 1, go from a ratio of {start_high / start_low:.0f} to one of {high / low:.1f}.",
+            f"the eigenvalues of G H, which should be 1, go from a ratio of {start_high / start_low:.0f} to one of "
+            f"{high / low:.1f}.",
             "It does not get there: flat directions, where little is lost, are learned last, and sigma counts all "
             "alike.",
         ),

@@ -97,8 +97,7 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
         bool(wide < 1e-6),
         f"From {starts} random starts each, ||I - G H||^2 ended at {wide:.0e} at most, with one layer and with three.",
         f"Layers of width {n // 2} cannot do it: a G of that rank misses {rank:g} at least, and the ends were from "
-        f"{narrow.min():.4g} to "
-        f"{narrow.max():.4g}, so that here too no worse minimum was met.",
+        f"{narrow.min():.4g} to {narrow.max():.4g}, so that here too no worse minimum was met.",
     )
     bands = {name: (float(ends.min()), float(np.median(ends)), float(ends.max())) for name, ends in results.items()}
     sparse = {name: band for name, band in bands.items() if name.startswith("LODO")}
@@ -113,9 +112,8 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
             for name, (a, m, b) in sparse.items()
         )
         + f"; ||I||^2 is {n}.",
-        "Permutations differ between starts, so that the band is of networks as well as of starts. A deeper "
-        "network has "
-        "more parameters than G has entries, and then ends as well as a dense one.",
+        "Permutations differ between starts, so that the band is of networks as well as of starts. A deeper network "
+        "has more parameters than G has entries, and then ends as well as a dense one.",
     )
     return Finding(
         "minima", "Where learning can end", (dense_claim, sparse_claim), {"ends": bands}, {"minima": _draw(results)}

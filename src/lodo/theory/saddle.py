@@ -108,11 +108,9 @@ def _lemma(rng: np.random.Generator, cases: int) -> tuple[Claim, dict[str, float
         "For G > 0 and H with a negative eigenvalue, G H has one too, with an eigenvector along which H curves down.",
         worst < 0 and curvature < 0,
         f"In {cases:,} random pairs of up to 11 dimensions the eigenvalue nearest to zero was {worst:.1e}, the "
-        "curvature "
-        f"along its eigenvector nearest to zero {curvature:.1e}.",
-        "G must be positive definite. LODO's is positive semidefinite by construction, and singular only if a "
-        "product of "
-        "its blocks loses a direction.",
+        f"curvature along its eigenvector nearest to zero {curvature:.1e}.",
+        "G must be positive definite. LODO's is positive semidefinite by construction, and singular only if a product "
+        "of its blocks loses a direction.",
     )
     return claim, {"least_negative_eigenvalue": worst, "least_negative_curvature": curvature}
 
@@ -144,9 +142,8 @@ def _growth(rng: np.random.Generator) -> tuple[Claim, dict[str, float], Figure]:
     claim = Claim(
         "With G fixed, the displacement grows by the factor 1 - lambda a step along y, and the loss falls.",
         worst < 1e-3 and lowest < 0,
-        "For the paper's network with three G, the measured rate differs from log(1 - lambda) by at most "
-        f"{worst:.1e} of it; "
-        f"the loss ends below the saddle's in all three.",
+        f"For the paper's network with three G, the measured rate differs from log(1 - lambda) by at most {worst:.1e} "
+        "of it; the loss ends below the saddle's in all three.",
         "1 - lambda > 1 is the growth of this direction; others may grow too, where a step is too long for a large "
         "positive curvature (lambda > 2).",
     )
@@ -189,10 +186,8 @@ def _escapes(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[str, ob
         "The full LODO, which learns, escapes.",
         bool(np.isfinite(times["LODO"]).all()),
         f"From 0.001 away it escaped from all {len(curvatures) * seeds} saddles, in {ratio:.1f} times fewer steps "
-        "than SGD at the "
-        f"same lr of 0.1 (median over curvatures from {curvatures[0]:g} to {curvatures[-1]:g}); its time goes with "
-        "the curvature to the "
-        f"power of {power:.2f}.",
+        f"than SGD at the same lr of 0.1 (median over curvatures from {curvatures[0]:g} to {curvatures[-1]:g}); its "
+        f"time goes with the curvature to the power of {power:.2f}.",
         "On a saddle the loss falls without end, so that a learned G only grows. Adam's steps (lr 0.001) have a fixed "
         "length, whatever the curvature: flat saddles do not hold it.",
     )
