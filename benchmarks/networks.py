@@ -1,6 +1,6 @@
 """What does LODO cost beside a real network? Ratios measured side by side in one run.
 
-    make bench                                          among the rest, about ten minutes on two cores
+    make bench                                          among the rest
     python benchmarks/networks.py --quick               smaller batches, and ResNet-8 instead of ResNet-18
 
 The paper's two networks are trained for some steps by one optimizer after the other. A step is the network's own part,

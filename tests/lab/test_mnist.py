@@ -457,15 +457,25 @@ def test_a_ranked_row_as_text():
     assert isinstance(row, RankedRow)
     assert dict(zip(row.columns, row.cells, strict=True)) == {
         "optimizer": "Adam",
-        "ours": "1.00 ± 0.14",
+        "ours": "1.0000 ± 0.1414",
         "rank": "4",
+        "from the best": "+0.5",
         "paper, full size": "0.8300 ± 0.0050",
         "paper's rank": "4",
         "seeds": "2",
     }
-    assert rows()[2].cells == ("torch.SGD", "0.5000", "2", "", "", "2")
-    assert rows()[3].cells == ("Yogi", "diverged", "", "0.6830 ± 0.0020", "1", "2")
+    assert rows()[2].cells == ("torch.SGD", "0.5000", "2", "+0.1", "", "", "2")
+    assert rows()[3].cells == ("Yogi", "diverged", "", "", "0.6830 ± 0.0020", "1", "2")
     assert rows()[4].cells[-1] == "2 (1 diverged)"
+
+
+def test_what_separates_from_the_best_is_measured_on_the_same_seed():
+    results = {Cell("Adam"): curves(1.0, 2.0), Cell("LODO"): curves(1.25, 2.5), Cell("Yogi"): curves(3.0, 3.0)}
+    best, second, third = rows(results=results)[:3]
+    assert (best.behind, best.behind_std, best.cells[3]) == (0, 0, "")
+    assert (second.behind, second.behind_std) == (pytest.approx(0.375), pytest.approx(0.25 / 2**0.5))
+    assert second.cells[3] == "+0.38 ± 0.2"
+    assert third.behind == pytest.approx(1.5)
 
 
 def test_seconds_have_the_papers_other_table():
@@ -477,9 +487,9 @@ def test_seconds_have_the_papers_other_table():
 def test_ranks_do_not_depend_on_the_order_of_the_rows(largest_first):
     plain = [Row(name, "m", mean, None, 1, 0) for name, mean in (("a", 3.0), ("b", None), ("c", 1.0), ("d", 2.0))]
     for order in (plain, plain[::-1]):
-        found = {row.optimizer: row.rank for row in ranked(order, largest_first)}
+        found = {row.optimizer: row.rank for row in ranked(order, [[]] * 4, largest_first)}
         assert found == {"a": 1 if largest_first else 3, "b": None, "c": 3 if largest_first else 1, "d": 2}
-    assert all(row.paper_rank is None for row in ranked(plain))
+    assert all(row.paper_rank is None for row in ranked(plain, [[]] * 4))
 
 
 def test_the_papers_figures_are_of_optimizers_that_are_run():
@@ -665,7 +675,7 @@ def test_the_command_says_size_data_and_batch(done):
         assert "10 steps, 1 seed, batch = 3, validation_size = 6, test_size = 9: not the paper's task." in text
         assert "Data: scikit-learn's 8 x 8 digits." in text
         assert "of each of 3 images" in text
-    assert "| optimizer | ours | rank | paper, full size | paper's rank | seeds |" in table
+    assert "| optimizer | ours | rank | from the best | paper, full size | paper's rank | seeds |" in table
     assert "Lowest training loss" in said
 
 

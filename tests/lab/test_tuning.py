@@ -27,10 +27,9 @@ from lodo.lab.experiments.base import tail
 from lodo.lab.run import load
 from lodo.lab.tasks import TASKS
 from lodo.lab.tuning.evolution import EvolutionSampler
-from lodo.lab.tuning.report import _without_password
 from lodo.lab.tuning.search import SAMPLERS, Search, plan
 from lodo.lab.tuning.spaces import Schedule, Space, parse_spaces, schedule, spaces
-from lodo.lab.tuning.study import _abandoned, _Claims, finished_trials, open_study, tune
+from lodo.lab.tuning.study import _abandoned, _Claims, finished_trials, open_study, tune, without_password
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 LR, BETA = Space("lr", "rate", 2.0), Space("beta", "decay", 0.9)
@@ -435,5 +434,8 @@ class TestCommand:
 
 
 def test_passwords_are_not_written():
-    assert _without_password("postgresql://ada:se@cret@host:5432/x") == "postgresql://ada:***@host:5432/x"
-    assert _without_password("sqlite:///a:b.db") == "sqlite:///a:b.db"
+    assert without_password("postgresql://ada:secret@host:5432/x") == "postgresql://ada:***@host:5432/x"
+    with pytest.raises(ValueError, match="storage must be") as error:
+        open_study(small(), "postgresql://ada:secret@localhost:1/x")
+    assert "secret" not in str(error.value)
+    assert without_password("sqlite:///a:b.db") == "sqlite:///a:b.db"

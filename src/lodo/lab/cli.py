@@ -31,6 +31,7 @@ from lodo.lab.tasks import TASKS
 from lodo.lab.tuning.report import state, write
 from lodo.lab.tuning.search import SAMPLERS, plan
 from lodo.lab.tuning.study import tune as conduct_search
+from lodo.lab.tuning.study import without_password
 from lodo.theory.all import THEORY
 from lodo.theory.report import write as write_finding
 
@@ -208,7 +209,7 @@ def tune(
     """Tune an optimizer on a task: as the paper does before it compares, or by one of Optuna's samplers.
 
     Ends with the tuned values beside the paper's and a file for `lodo run --hyperparameters`. The study is in Optuna's
-    storage: the same command continues it, and `optuna-dashboard` shows it.
+    storage: the same command continues it, and Optuna's own tools read it.
     """
     console = Console()
     kept = "finished trials and checkpoints are kept: the same command continues from here"
@@ -225,7 +226,9 @@ def tune(
             task_options=_options(task),
         )
         address = storage or f"sqlite:///{out / 'tuning.db'}"
-        console.print(f"study {search.name} in {address}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"study {search.name} in {without_password(address)}", markup=False, highlight=False, soft_wrap=True
+        )
         with Progress(*Progress.get_default_columns(), "{task.fields[state]}", console=console) as progress:
             bar = progress.add_task("trials", total=search.number, state="")
 

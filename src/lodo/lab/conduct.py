@@ -18,8 +18,8 @@ from lodo.lab.experiments.base import Experiment, Plan, Request, Results
 from lodo.lab.files import write_atomically
 from lodo.lab.report import tables
 from lodo.lab.report.figures import look, save
-from lodo.lab.run import Curve, Run, load
-from lodo.lab.sweep import Report, RunError, sweep
+from lodo.lab.run import Run
+from lodo.lab.sweep import Report, loaded, sweep
 
 
 def conduct(
@@ -51,15 +51,8 @@ def conduct(
             report=report,
             checkpoint_every=checkpoint_every,
         )
-    results: Results = {cell: [_loaded(run, out / "runs") for run in runs] for cell, runs in plan.items()}
+    results: Results = {cell: [loaded(run, out / "runs") for run in runs] for cell, runs in plan.items()}
     return _write(experiment, request, results, out / experiment.name, console)
-
-
-def _loaded(run: Run, folder: Path) -> Curve:
-    curve = load(run, folder)
-    if curve is None:
-        raise RunError(f"{run.path(folder)} was there and is gone or damaged; the same command makes it again")
-    return curve
 
 
 def _write(experiment: Experiment, request: Request, results: Results, folder: Path, console: Console) -> Path:

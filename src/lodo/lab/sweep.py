@@ -25,7 +25,7 @@ import distributed
 from dask.system import CPU_COUNT
 
 from lodo._checks import check_int
-from lodo.lab.run import Run, execute, load
+from lodo.lab.run import Curve, Run, execute, load
 
 _REPORT_EVERY = 0.5  # seconds between a worker's messages about one run
 _DASK = {
@@ -94,6 +94,14 @@ def sweep(
         hired.take(todo)
         while hired.busy:
             hired.wait()
+
+
+def loaded(run: Run, folder: Path) -> Curve:
+    """The curve of a run that has been finished."""
+    curve = load(run, folder)
+    if curve is None:
+        raise RunError(f"{run.path(folder)} was there and is gone or damaged; the same command makes it again")
+    return curve
 
 
 class Crew(ABC):

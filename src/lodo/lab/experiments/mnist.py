@@ -179,7 +179,7 @@ class MomentumExperiment(MnistExperiment):
         axes.invert_xaxis()
         axes.set_xticks([1 - beta for beta in betas], [f"{beta:g}" for beta in betas], minor=False)
         axes.set_xticks([], minor=True)
-        axes.set(xlabel="beta", ylabel="training loss over the last 10 %", title="Momentum helps LODO")
+        axes.set(xlabel="beta", ylabel="training loss over the last 10 %", title="The momentum of LODO")
         return {self.name: figure}
 
 

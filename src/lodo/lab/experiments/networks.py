@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import mean, stdev
 from typing import ClassVar
 
 import numpy as np
@@ -21,22 +23,32 @@ SPEED = "steps a second, while runs shared the machine"
 
 @dataclass(frozen=True)
 class RankedRow(Row):
-    """A figure with its rank in its table, ours and the paper's, so that runs of another size can be compared too."""
+    """A figure with its rank in its table, ours and the paper's, so that runs of another size can be compared too.
 
-    columns: ClassVar[tuple[str, ...]] = ("optimizer", "ours", "rank", "paper, full size", "paper's rank", "seeds")
+    Seeds share their data and first weights, so that the difference from the best is surer than either mean: ``behind``
+    is its mean over seeds, and ``behind_std`` the spread.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = (
+        "optimizer", "ours", "rank", "from the best", "paper, full size", "paper's rank", "seeds"
+    )  # fmt: skip
 
     rank: int | None = None
     paper_rank: int | None = None
+    behind: float | None = None
+    behind_std: float | None = None
 
     @property
     def cells(self) -> tuple[str, ...]:
         ranks = ["" if rank is None else str(rank) for rank in (self.rank, self.paper_rank)]
         paper = with_spread(self.paper_mean, self.paper_std)
-        return self.optimizer, self.ours, ranks[0], paper, ranks[1], self.runs
+        behind = f"{self.behind:+.2g}" if self.behind else ""
+        behind += f" ± {self.behind_std:.1g}" if self.behind and self.behind_std else ""
+        return self.optimizer, self.ours, ranks[0], behind, paper, ranks[1], self.runs
 
 
-def ranked(rows: Sequence[Row], largest_first: bool = False) -> list[Row]:
-    """The rows of one table with their ranks, among those of the paper's table and among ours."""
+def ranked(rows: Sequence[Row], values: Sequence[Sequence[float]], largest_first: bool = False) -> list[Row]:
+    """The rows of one table, from these values of each seed, with their ranks among the paper's and among ours."""
     sign = -1 if largest_first else 1
 
     def ranks(values: Mapping[str, float | None]) -> dict[str, int]:
@@ -45,7 +57,20 @@ def ranked(rows: Sequence[Row], largest_first: bool = False) -> list[Row]:
 
     ours = ranks({row.optimizer: row.mean for row in rows})
     paper = ranks({row.optimizer: row.paper_mean for row in rows})
-    return [RankedRow(**asdict(row), rank=ours.get(row.optimizer), paper_rank=paper.get(row.optimizer)) for row in rows]
+    best = next((of for row, of in zip(rows, values, strict=True) if ours.get(row.optimizer) == 1), [])
+    found: list[Row] = []
+    for row, of in zip(rows, values, strict=True):
+        pairs = [mine - other for mine, other in zip(of, best, strict=False) if math.isfinite(mine - other)]
+        found.append(
+            RankedRow(
+                **asdict(row),
+                rank=ours.get(row.optimizer),
+                paper_rank=paper.get(row.optimizer),
+                behind=mean(pairs) if pairs else None,
+                behind_std=stdev(pairs) if len(pairs) > 1 else None,
+            )
+        )
+    return found
 
 
 class NetworkExperiment(Experiment):
@@ -79,13 +104,18 @@ class NetworkExperiment(Experiment):
         rows = [
             measure(cell.label, metric, curves, value, paper.get(cell.label, none)) for cell, curves in results.items()
         ]
-        return ranked(rows, largest_first)
+        values = [[math.nan if c.diverged else value(c) for c in curves] for curves in results.values()]
+        return ranked(rows, values, largest_first)
 
     def notes(self, request: Request, results: Results) -> list[str]:
         digests = {str(curve.run.task_options.get("digest")) for curves in results.values() for curve in curves}
         names = {self.digest: f"the original {self.dataset}", data.DIGITS_DIGEST: "scikit-learn's 8 x 8 digits"}
         which = " and ".join(sorted(names.get(digest, "files that are NOT the original") for digest in digests))
-        notes = [f"Data: {which}."]
+        notes = [
+            f"Data: {which}.",
+            '"From the best" is the mean difference from the best row on the same seed, which has the same data and '
+            "first weights.",
+        ]
         speeds = {cell.label: np.mean([speed(curve) for curve in curves]) for cell, curves in results.items()}
         if "LODO" in speeds and "Adam" in speeds:
             notes.append(f"LODO takes {speeds['LODO'] / speeds['Adam']:.2f} times as many steps a second as Adam.")

@@ -92,7 +92,7 @@ def with_spread(middle: float | None, spread: float | None) -> str:
     size = abs(middle)
     if not 0.01 <= size < 1e7 and size > 0:
         return f"{middle:.3e}" + (f" ± {spread:.1e}" if spread else "")
-    digits = 4 if size < 1 else 2 if size < 1000 else 0
+    digits = 4 if size < 2 else 2 if size < 1000 else 0
     return f"{middle:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread else "")
 
 

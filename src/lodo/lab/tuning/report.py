@@ -23,7 +23,7 @@ from lodo.lab.report.figures import canvas, look, save
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.search import Search
 from lodo.lab.tuning.spaces import Space
-from lodo.lab.tuning.study import finished_trials
+from lodo.lab.tuning.study import finished_trials, without_password
 
 _BLUE, _GREY, _ORANGE = "#0072b2", "#999999", "#d55e00"
 _COLUMNS = ("hyperparameter", "start", "tuned", "paper")
@@ -46,7 +46,7 @@ def write(search: Search, study: optuna.Study, storage: str, folder: Path, conso
     settings = folder / "tuned.toml"
     summary = {
         "study": search.name,
-        "storage": _without_password(storage),
+        "storage": without_password(storage),
         "search": search.settings,
         "tuned": tuned,
         "paper": paper,
@@ -170,18 +170,6 @@ def _finish(place: Axes, space: Space, label: str, paper: float | None, factor: 
 
 def _cell(value: float | str | None) -> str:
     return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
-
-
-def _without_password(storage: str) -> str:
-    """The address of a database without the password in it.
-
-    >>> _without_password("postgresql://ada:secret@host/studies")
-    'postgresql://ada:***@host/studies'
-    """
-    head, at, tail = storage.rpartition("@")
-    scheme, slashes, user = head.partition("://")
-    name, colon, _ = user.partition(":")
-    return f"{scheme}{slashes}{name}{':***' if colon else ''}{at}{tail}" if at else storage
 
 
 def state(search: Search, study: optuna.Study) -> tuple[int, str]:

@@ -24,10 +24,11 @@ import psutil
 import sqlalchemy.exc
 from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.engine import make_url
 
 from lodo.lab.experiments.base import tail
-from lodo.lab.run import Curve, Run, load
-from lodo.lab.sweep import Report, RunError, crew
+from lodo.lab.run import Curve, Run
+from lodo.lab.sweep import crew, loaded
 from lodo.lab.tuning.search import Search
 
 _OWNER = "owner"  # the attribute of a trial that says whose it is
@@ -49,10 +50,23 @@ def open_study(search: Search, storage: str) -> optuna.Study:
     except (ImportError, OptunaError, sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
         raise ValueError(
             f"storage must be a database that SQLAlchemy can open, such as sqlite:///tuning.db or "
-            f"postgresql://user@host/name with its driver installed, got {storage!r}: {error}"
+            f"postgresql://user@host/name with its driver installed, got {without_password(storage)!r}: {error}"
         ) from error
     study.set_user_attr("search", json.dumps(search.settings, sort_keys=True))
     return study
+
+
+def without_password(storage: str) -> str:
+    """The address of a database as it may be shown.
+
+    >>> without_password("postgresql://ada:secret@host/studies")
+    'postgresql://ada:***@host/studies'
+    """
+    try:
+        address = make_url(storage)
+    except sqlalchemy.exc.ArgumentError:
+        return storage
+    return storage if address.password is None else address.render_as_string(hide_password=True)
 
 
 def tune(
@@ -83,9 +97,8 @@ def tune(
     report(study)
     if _left(search, study) == 0:
         return study
-    heard: Report = lambda run, fraction: None  # noqa: E731
     with (
-        crew(folder, workers=workers, scheduler=scheduler, report=heard, checkpoint_every=checkpoint_every) as hired,
+        crew(folder, workers=workers, scheduler=scheduler, checkpoint_every=checkpoint_every) as hired,
         _claims(search, study) as claims,
     ):
         mine: dict[Run, int] = {}
@@ -98,7 +111,7 @@ def tune(
                 run = hired.wait()
                 number = mine.pop(run)
                 claims.release(number)
-                _tell(study, number, _loaded(run, folder))
+                _tell(study, number, loaded(run, folder))
             elif _left(search, study) == 0:
                 return study
             else:
@@ -108,20 +121,13 @@ def tune(
 
 def _left(search: Search, study: optuna.Study) -> int:
     """Trials that have not ended."""
-    return search.number - sum(trial.state.is_finished() for trial in finished_trials(search, study))
+    return search.number - len(finished_trials(search, study))
 
 
 def finished_trials(search: Search, study: optuna.Study) -> list[FrozenTrial]:
     """The trials of a search that have ended, by number."""
     every = study.get_trials(deepcopy=False)[: search.number]
     return [trial for trial in every if trial.state.is_finished()]
-
-
-def _loaded(run: Run, folder: Path) -> Curve:
-    curve = load(run, folder)
-    if curve is None:
-        raise RunError(f"{run.path(folder)} was there and is gone or damaged; the same command makes it again")
-    return curve
 
 
 def _tell(study: optuna.Study, number: int, curve: Curve) -> None:
