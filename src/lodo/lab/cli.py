@@ -12,7 +12,7 @@ from optuna import Study
 from optuna.exceptions import OptunaError
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lodo._checks import check_choice
@@ -258,12 +258,15 @@ def theory(
     console = Console()
     with _errors_in_words(console, "what was finished is kept"):
         check_choice("NAME", name, (*THEORY, "all"))
-        held = True
-        for each in THEORY if name == "all" else (name,):
-            with console.status(f"computing {each}"):
+        held, parts = True, list(THEORY) if name == "all" else [name]
+        with Progress(SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console) as bar:
+            task = bar.add_task("", total=len(parts))
+            for each in parts:
+                bar.update(task, description=f"computing {each}")
                 finding = THEORY[each](quick=quick, seed=seed)
-            write_finding(finding, out / "theory" / each, {"quick": quick, "seed": seed}, console)
-            held = held and all(claim.holds for claim in finding.claims)
+                write_finding(finding, out / "theory" / each, {"quick": quick, "seed": seed}, bar.console)
+                bar.advance(task)
+                held = held and all(claim.holds for claim in finding.claims)
         if not held:
             raise ValueError("a claim does not hold; see above")
 
