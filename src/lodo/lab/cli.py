@@ -259,7 +259,8 @@ def theory(
     with _errors_in_words(console, "what was finished is kept"):
         check_choice("NAME", name, (*THEORY, "all"))
         held, parts = True, list(THEORY) if name == "all" else [name]
-        with Progress(SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console) as bar:
+        columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
+        with Progress(*columns, console=console) as bar:
             task = bar.add_task("", total=len(parts))
             for each in parts:
                 bar.update(task, description=f"computing {each}")
