@@ -332,7 +332,8 @@ def _theorem(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tup
             r = alpha * np.arange(1, len(whole) + 1)
             worst = max(worst, float((whole / bound(r)).max()))
         deviations[i] = found / (shares * bound.R)
-        left.plot(shares, deviations[i], "o-", color=color, label=f"alpha = {alpha / R:.0e} R")
+        seen = deviations[i] > 0  # nothing has parted in the very first steps
+        left.plot(shares[seen], deviations[i][seen], "o-", color=color, label=f"alpha = {alpha / R:.0e} R")
     fine = np.geomspace(shares[0], 1, 50)
     bound = Bound(H, A, radius, float(alphas[-1]))
     left.plot(fine, bound(fine * bound.R) / (fine * bound.R), color=_ORANGE, ls="--", label="the proof's bound")

@@ -43,11 +43,15 @@ def mix(nt: int, depth: int, samples: int, rng: np.random.Generator, exact: int 
     return Mixed(nt, np.maximum(epsilon, 0.0), error, fraction, whole)
 
 
+def falling(mixed: Mixed) -> np.ndarray:
+    """Which depths a fit may use: where less than a third of the entropy is missing, well above rounding and chance."""
+    most = math.log(math.factorial(mixed.nt))
+    return np.asarray((mixed.epsilon > 1e-9) & (mixed.epsilon < most / 3) & (mixed.error < 0.4 * mixed.epsilon))
+
+
 def fit(mixed: Mixed) -> tuple[float, float]:
-    """c1 and c2 of ``epsilon = c1 nt exp(-c2 N nt / 2)``, over the depths after the first that it is well above "
-    "rounding."""
-    N = np.arange(1, len(mixed.epsilon) + 1)
-    good = (mixed.epsilon > 1e-9) & (N > 1) & (mixed.error < 0.2 * mixed.epsilon)
+    """c1 and c2 of ``epsilon = c1 nt exp(-c2 N nt / 2)``."""
+    N, good = np.arange(1, len(mixed.epsilon) + 1), falling(mixed)
     decay, start = np.polyfit(N[good] * mixed.nt / 2, np.log(mixed.epsilon[good] / mixed.nt), 1)
     return float(np.exp(start)), float(-decay)
 
@@ -128,15 +132,15 @@ def _epsilon(mixing: list[Mixed]) -> tuple[Claim, dict[str, object]]:
     off = 0.0
     for mixed in mixing:
         c1, c2 = fits[mixed.nt]
-        N = np.arange(1, len(mixed.epsilon) + 1)
-        good = (mixed.epsilon > 1e-9) & (N > 1) & (mixed.error < 0.2 * mixed.epsilon)
+        N, good = np.arange(1, len(mixed.epsilon) + 1), falling(mixed)
         predicted = c1 * mixed.nt * np.exp(-c2 * N * mixed.nt / 2)
         off = max(off, float(np.abs(np.log(mixed.epsilon[good] / predicted[good])).max()))
     said = "; ".join(f"nt = {nt}: c1 = {c1:.2f}, c2 = {c2:.3f}" for nt, (c1, c2) in fits.items())
     claim = Claim(
         "epsilon is about c1 nt exp(-c2 N nt / 2).",
         off < math.log(2),
-        f"For each nt it falls exponentially with depth, within a factor of {math.exp(off):.2f} of a fit: {said}.",
+        "For each nt, from where less than a third of the entropy is missing, it falls exponentially with depth, within "
+        f"a factor of {math.exp(off):.2f} of a fit: {said}.",
         "c2 is not the same for all nt: a layer divides epsilon by "
         f"{', '.join(f'{1 / half:.2f} (nt = {nt})' for nt, half in halves.items())}, so that the exponent goes with "
         "the depth N rather than with N nt. The conjecture is for large nt, which this cannot reach.",
@@ -178,12 +182,12 @@ def _draw_mixing(mixing: list[Mixed]) -> Figure:
             N[seen], mixed.epsilon[seen], mixed.error[seen], fmt="o", ms=4, color=color, label=f"nt = {mixed.nt}"
         )
         left.plot(N, c1 * mixed.nt * np.exp(-c2 * N * mixed.nt / 2), color=color, lw=1)
-        right.plot(N, 1 - mixed.reached, "o-", ms=4, color=color, label=f"nt = {mixed.nt}")
+        missed = mixed.reached < 1
+        right.plot(N[missed], 1 - mixed.reached[missed], "o-", ms=4, color=color, label=f"nt = {mixed.nt}")
         right.plot(N, 1 - mixed.bound, "--", color=color, lw=1)
     left.set(xlabel="depth N", ylabel="epsilon, nats", yscale="log", title="Entropy that is missing, and fits")
     right.set(xlabel="depth N", ylabel="fraction out of reach", title="... and the proof's bound (dashed)")
     right.set_yscale("log")
-    right.set_ylim(1e-6, 2)
     for axes in (left, right):
         axes.legend(fontsize="x-small")
     return figure

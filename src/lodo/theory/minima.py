@@ -121,12 +121,15 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
 
 
 def _draw(results: dict[str, np.ndarray]) -> Figure:
-    figure, (axes,) = canvas(size=(7.0, 4.0))
+    figure, axes = canvas(rows=len(results), size=(7.0, 0.9))
     floor = 1e-14
     bins = np.geomspace(floor, 10, 61)
-    colors = ("#000000", "#7f7f7f", "#d55e00", "#cfe3f0", "#8fc1de", "#4a97c5", "#0072b2")
-    for (name, ends), color in zip(results.items(), colors, strict=False):
-        axes.hist(np.clip(ends, 1.01 * floor, None), bins=list(bins), histtype="step", color=color, lw=1.5, label=name)
-    axes.set(xlabel="|| I - G H ||^2 at the end", ylabel="starts", xscale="log", title="Where descent ends")
-    axes.legend(fontsize="x-small", loc="upper left")
+    for place, (name, ends) in zip(axes, results.items(), strict=True):
+        color = "#0072b2" if name.startswith("LODO") else "#7f7f7f"
+        place.hist(np.clip(ends, 1.01 * floor, None), bins=list(bins), color=color)
+        place.set(xscale="log", xlim=(floor, 10), ylim=(0, len(ends)), yticks=[0, len(ends)])
+        place.set_title(name, loc="left", fontsize="small")
+        place.tick_params(labelbottom=place is axes[-1])
+    axes[0].set_ylabel("starts")
+    axes[-1].set_xlabel("|| I - G H ||^2 where descent ends")
     return figure
