@@ -139,8 +139,8 @@ def _epsilon(mixing: list[Mixed]) -> tuple[Claim, dict[str, object]]:
     claim = Claim(
         "epsilon is about c1 nt exp(-c2 N nt / 2).",
         off < math.log(2),
-        "For each nt, from where less than a third of the entropy is missing, it falls exponentially with depth, within "
-        f"a factor of {math.exp(off):.2f} of a fit: {said}.",
+        "For each nt, from where less than a third of the entropy is missing, it falls exponentially with depth, "
+        f"within a factor of {math.exp(off):.2f} of a fit: {said}.",
         "c2 is not the same for all nt: a layer divides epsilon by "
         f"{', '.join(f'{1 / half:.2f} (nt = {nt})' for nt, half in halves.items())}, so that the exponent goes with "
         "the depth N rather than with N nt. The conjecture is for large nt, which this cannot reach.",
