@@ -38,8 +38,7 @@ def negative_eigenvalue(G: Matrix, H: Matrix) -> Escape:
 
 
 def random_mixing_matrix(n: int, scale: float, rng: np.random.Generator) -> tuple[LODO, torch.nn.Parameter]:
-    """LODO with the paper's network in double precision whose blocks are off from orthogonal by ``scale``, "
-    "without learning."""
+    """LODO that does not learn, in double precision, with the paper's network and blocks ``scale`` off orthogonal."""
     x = torch.nn.Parameter(torch.zeros(n, dtype=torch.float64))
     opt = LODO([x], lr=0.1, meta_lr=1e-300, beta=0.0, preconditioner=Mixing(depth=8), seed=int(rng.integers(2**31)))
     x.grad = torch.zeros_like(x)
@@ -66,8 +65,7 @@ def growth(opt: LODO, x: torch.nn.Parameter, H: Matrix, start: np.ndarray, steps
 def escape_time(
     make: Callable[[list[torch.nn.Parameter]], Optimizer], H: Matrix, start: np.ndarray, limit: int
 ) -> float:
-    """Steps until the loss is as far below the saddle's as that of a unit step along the steepest way down; inf "
-    "if never."""
+    """Steps until the loss is as far below the saddle's as a unit step along the steepest way down; inf if never."""
     hessian = torch.from_numpy(H)
     x = torch.nn.Parameter(torch.from_numpy(start.copy()))
     opt = make([x])
@@ -185,8 +183,8 @@ def _escapes(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[str, ob
     claim = Claim(
         "The full LODO, which learns, escapes.",
         bool(np.isfinite(times["LODO"]).all()),
-        f"From 0.001 away it escaped from all {len(curvatures) * seeds} saddles, in {ratio:.1f} times fewer steps "
-        f"than SGD at the same lr of 0.1 (median over curvatures from {curvatures[0]:g} to {curvatures[-1]:g}); its "
+        f"From 0.001 away it escaped from all {len(curvatures) * seeds} saddles, in 1 / {ratio:.1f} of the steps "
+        f"of SGD at the same lr of 0.1 (median over curvatures from {curvatures[0]:g} to {curvatures[-1]:g}); its "
         f"time goes with the curvature to the power of {power:.2f}.",
         "On a saddle the loss falls without end, so that a learned G only grows. Adam's steps (lr 0.001) have a fixed "
         "length, whatever the curvature: flat saddles do not hold it.",
