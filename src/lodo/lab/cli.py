@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from optuna import Study
 from optuna.exceptions import OptunaError
 from rich.console import Console
 from rich.markup import escape
@@ -28,9 +27,9 @@ from lodo.lab.report.figures import save_picture
 from lodo.lab.run import read_weights, threads
 from lodo.lab.sweep import RunError
 from lodo.lab.tasks import TASKS
-from lodo.lab.tuning.report import state, write
+from lodo.lab.tuning.outcome import conduct as conduct_search
+from lodo.lab.tuning.report import write
 from lodo.lab.tuning.search import SAMPLERS, plan
-from lodo.lab.tuning.study import tune as conduct_search
 from lodo.lab.tuning.study import without_password
 from lodo.theory.all import THEORY
 from lodo.theory.report import write as write_finding
@@ -185,6 +184,14 @@ def tune(
         ),
     ] = None,
     trials: Annotated[int | None, typer.Option(help="How many, for Optuna's samplers.")] = None,
+    confirm: Annotated[
+        int,
+        typer.Option(
+            help="Seeds on which the result of the sampler and the best trials are run again, to choose among them; 0 "
+            "takes the sampler's result as it is, as the paper does.",
+            min=0,
+        ),
+    ] = 4,
     seed: Annotated[int, typer.Option(help="Draws the trials and their runs.", min=0)] = 0,
     task: Annotated[
         str | None,
@@ -231,13 +238,16 @@ def tune(
         )
         with Progress(*Progress.get_default_columns(), "{task.fields[state]}", console=console) as progress:
             bar = progress.add_task("trials", total=search.number, state="")
-
-            def show(study: Study) -> None:
-                done, words = state(search, study)
-                progress.update(bar, completed=done, state=words)
-
-            study = conduct_search(search, address, out, workers=workers, scheduler=scheduler, report=show)
-        written = write(search, study, address, out / "tune" / search.name, console)
+            outcome = conduct_search(
+                search,
+                address,
+                out,
+                confirm=confirm,
+                show=lambda done, of, state: progress.update(bar, completed=done, total=of, state=state),
+                workers=workers,
+                scheduler=scheduler,
+            )
+        written = write(outcome, address, out / "tune" / search.name, console)
         experiment = next((e.name for e in EXPERIMENTS.values() if e.task == search.task), search.task)
         console.print(
             f"use them: lodo run {experiment} --hyperparameters {written}",
