@@ -84,7 +84,7 @@ def test_roofline_counts_the_passes():
     assert bench.roofline_bytes(n) == 4 * (9 * 16 * 4 * hidden + 15 * 16 * hidden)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/algorithm.md", "docs/laboratory.md"])
+@pytest.mark.parametrize("path", ["README.md", "docs/algorithm.md", "docs/laboratory.md", "docs/theory.md"])
 def test_code_in_the_documents_runs(path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
     assert blocks

@@ -118,19 +118,19 @@ def scaled_error(H: Matrix, A: np.ndarray) -> np.ndarray:
 
 def mean_trajectory(
     H: Matrix, alpha: float, A: Matrix, sigma: float, times: np.ndarray, seeds: int, rng: np.random.Generator
-) -> np.ndarray:
-    """A of Equations 5 and 6, the mean over seeds, at the steps nearest to times / alpha."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """A of Equations 5 and 6 at the steps nearest to times / alpha: the mean over seeds, and its standard error."""
     n = len(A)
     every, b, HH = np.repeat(A[None], seeds, 0), np.zeros((seeds, n)), H @ H
     wanted = {round(float(time) / alpha): i for i, time in enumerate(times)}
-    found = np.empty((len(times), n, n))
+    mean, error = np.empty((2, len(times), n, n))
     for t in range(max(wanted) + 1):
         if t in wanted:
-            found[wanted[t]] = every.mean(0)
+            mean[wanted[t]], error[wanted[t]] = every.mean(0), every.std(0) / np.sqrt(seeds)
         new = np.einsum("kij,kj->ki", every, b) - sigma * rng.standard_normal((seeds, n))
         every -= alpha * np.einsum("ki,kj->kij", new @ H, b @ HH)
         b = new
-    return found
+    return mean, error
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,10 @@ def _averages(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tu
     path = flow(H, A, sigma**2 * np.eye(n), times)
     alphas = np.array([0.02, 0.01, 0.005] if quick else [0.016, 0.008, 0.004, 0.002])
     seeds = 200 if quick else 400
-    means = [mean_trajectory(H, float(alpha), A, sigma, times, seeds, rng) for alpha in alphas]
+    means, errors = zip(
+        *(mean_trajectory(H, float(alpha), A, sigma, times, seeds, rng) for alpha in alphas), strict=True
+    )
+    chance = np.array([3 * float(error.max() / np.abs(path[0]).max()) for error in errors])
     off = np.array([float(np.abs(mean - path).max() / np.abs(path[0]).max()) for mean in means])
     end = float(np.linalg.norm(path[-1]) / np.linalg.norm(path[0]))
     figure, (left, middle, right) = canvas(3, size=(4.2, 3.6))
@@ -246,24 +249,27 @@ def _averages(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tu
     left.set(xlabel="alpha t", ylabel="|| B D^-1 ||_F", title="The error falls as the equation says", yscale="log")
     left.legend(fontsize="x-small")
     middle.plot(alphas, off, "o-", color=_BLUE, label="measured")
-    middle.plot(alphas, off[0] * alphas / alphas[0], color=_GREY, ls=":", label="in proportion to alpha")
-    middle.set(
-        xlabel="alpha", ylabel="largest difference from it", xscale="log", yscale="log", title="... for small alpha"
-    )
+    middle.plot(alphas, chance, "o:", color=_GREY, label="three standard errors of the mean")
+    middle.set(xlabel="alpha", xscale="log", yscale="log", title="... as far as runs can tell")
+    middle.set(ylabel="largest difference, of A_0")
+    middle.set_xticks(alphas, [f"{alpha:g}" for alpha in alphas])
+    middle.xaxis.minorticks_off()
     middle.legend(fontsize="x-small")
     D, U = np.linalg.eigh(H)
     inside = np.stack([np.abs(np.diag(U.T @ a @ U)) for a in flow(H, A, np.eye(n), fine)])
     for i, color in enumerate(np.linspace(0.2, 1.0, n)):
         right.plot(fine, inside[:, i], color=(0.0, 0.45 * color, 0.7 * color), label=f"curvature {D[i]:.2g}")
     right.set(xlabel="alpha t", ylabel="| B_ii |", yscale="log", title="Steep directions are learned first")
-    right.legend(fontsize="x-small")
+    right.set_ylim(1e-10, 1e3)  # below are errors of the integration
+    right.legend(fontsize="x-small", loc="upper right", ncols=2)
     power = slope(alphas, off)
     claim = Claim(
         "For small alpha, A follows dA/dt = -H A (sum A^n E[s s^T] A^nT) H^2, and G approaches H^-1.",
         bool(off[-1] < off[0] and off[-1] < 0.1 and end < 1),
         f"The mean over {seeds} runs differs from the equation by {off[0]:.1%} of A_0 at alpha = {alphas[0]:g} and by "
-        f"{off[-1]:.1%} at alpha = {alphas[-1]:g} (alpha to the power of {power:.2f}). At alpha t = {times[-1]:g} "
-        f"||A|| is {end:.2f} of what it was.",
+        f"{off[-1]:.1%} at alpha = {alphas[-1]:g} (alpha to the power of {power:.2f}), where three "
+        f"standard errors of the mean are {chance[0]:.1%} and {chance[-1]:.1%}. At alpha t = {times[-1]:g} ||A|| is "
+        f"{end:.2f} of what it was.",
         "Averages follow the equation; a single run fluctuates around it, by more the larger alpha is. The slowest "
         "direction's rate is the cube of its curvature.",
     )
