@@ -94,7 +94,10 @@ def test_roofline_counts_the_passes():
     assert bench.roofline_bytes(n) == 4 * (9 * 16 * 4 * hidden + 15 * 16 * hidden)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/algorithm.md", "docs/laboratory.md", "docs/training.md"])
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("algorithm", "laboratory", "theory", "training"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
 def test_code_in_the_documents_runs(path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
     assert blocks

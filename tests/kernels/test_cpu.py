@@ -23,10 +23,9 @@ from lodo.kernels import cpu
 
 
 def run(code, **environment):
-    """In a process of its own, where kernels are not worth optimising."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, check=True, env={**os.environ, "NUMBA_OPT": "0", **environment},
+        capture_output=True, text=True, check=True, env={**os.environ, **environment},
     )  # fmt: skip
 
 

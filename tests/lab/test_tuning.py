@@ -27,6 +27,8 @@ from lodo.lab.experiments.base import tail
 from lodo.lab.run import load
 from lodo.lab.tasks import TASKS
 from lodo.lab.tuning.evolution import EvolutionSampler
+from lodo.lab.tuning.finals import Finals, finalists
+from lodo.lab.tuning.outcome import Outcome, conduct
 from lodo.lab.tuning.search import SAMPLERS, Search, plan
 from lodo.lab.tuning.spaces import Schedule, Space, parse_spaces, schedule, spaces
 from lodo.lab.tuning.study import _abandoned, _Claims, finished_trials, open_study, tune, without_password
@@ -120,7 +122,7 @@ class TestEvolution:
                 study.tell(trial, state=TrialState.PRUNED)
             else:
                 study.tell(trial, 9 + loss * math.exp(0.1 * rng.normal()))
-        tuned = search.tuned(study)
+        tuned = search.tuned(search.mean(study))
         for name, value in (("lr", 0.3), ("meta_lr", 2e-3), ("beta", 0.6)):
             off = math.log(tuned[name] / value) if name != "beta" else math.log((1 - tuned[name]) / (1 - value))
             assert abs(off) < 0.35, (name, tuned)
@@ -246,7 +248,7 @@ class TestStudies:
         again = tune(small(), storage, tmp_path, workers=0)
         assert [trial.value for trial in again.trials] == [trial.value for trial in trials]
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()} == before
-        assert search.tuned(study) == small().tuned(again)
+        assert search.mean(study) == small().mean(again)
         assert seen[-1] == 8
 
     def test_runs_that_diverge_drop_out(self, tmp_path):
@@ -323,6 +325,95 @@ class TestStudies:
         assert claims.next().number == 2
 
 
+class TestFinals:
+    def test_finalists_are_the_mean_and_the_best_of_the_last_generation(self):
+        search = Search("bowl", Choice("momentum"), (LR, BETA), Schedule(8, (1.0, 1.0), (10, 20)))
+        study = optuna.create_study(sampler=search.made_sampler)
+        for number in range(8):
+            add(study, 0.001 * number, lr=100.0, beta=0.5)  # better, but of shorter runs
+        for loss, lr in (
+            (5.0, 1.0),
+            (3.0, 2.0),
+            (None, 50.0),
+            (4.0, 4.0),
+            (1.0, 8.0),
+            (6.0, 1.0),
+            (7.0, 1.0),
+            (8.0, 1.0),
+        ):
+            add(study, loss, lr=lr, beta=0.25)
+        found = finalists(search, study)
+        assert [each.origin for each in found] == ["mean of the better half", "trial 12", "trial 9", "trial 11"]
+        assert found[0].params == {"lr": pytest.approx((8 * 2 * 4 * 1) ** 0.25), "1 - beta": pytest.approx(0.25)}
+        assert [each.params["lr"] for each in found[1:]] == [8.0, 2.0, 4.0]
+
+    def test_a_mean_stays_within_bounds_and_whole(self):
+        depth = Space("depth", "rate", 3, 2, 8)
+        search = Search("bowl", Choice("lodo"), (depth,), Schedule(2, (1.0,), (10,)))
+        study = tuned_by(search, lambda params: float(params["depth"]))
+        assert type(search.mean(study)["depth"]) is int
+
+    def test_every_finalist_runs_on_the_same_fresh_seeds(self, tmp_path):
+        search, storage = small(), f"sqlite:///{tmp_path / 'tuning.db'}"
+        seen = []
+        outcome = conduct(search, storage, tmp_path, confirm=2, show=lambda *told: seen.append(told), workers=0)
+        finals, folder = outcome.finals, tmp_path / "runs"
+        assert isinstance(finals, Finals)
+        trials = outcome.last.trials
+        assert len(trials) == finals.number == 8
+        runs = [finals.run(trial.number, trial.params) for trial in trials]
+        assert [run.seed for run in runs] == [1008] * 4 + [1009] * 4, "those of the search are 1000 to 1007"
+        assert {run.evaluations for run in runs} == {SMALL.steps[-1]}
+        assert [trial.value for trial in trials] == [tail(load(run, folder)) for run in runs]
+        means = {row[0].origin: sum(row[1]) / 2 for row in outcome.rows}
+        assert outcome.rows[0][0].origin == min(means, key=means.__getitem__)
+        by_hand = [trial.value for trial in trials if trial.params == outcome.params]
+        assert outcome.rows[0][1] == by_hand
+        assert seen[-1] == (16, 16, "finals: 4 candidates on 2 seeds")
+        before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+        more = conduct(small(), storage, tmp_path, confirm=3, workers=0)
+        assert more.finals.number == 12, "more seeds add to what is there"
+        assert {path: path.stat().st_mtime_ns for path in before} == before
+        assert conduct(small(), storage, tmp_path, confirm=0, workers=0).params == search.mean(outcome.study)
+        with pytest.raises(ValueError, match="confirm must be"):
+            conduct(small(), storage, tmp_path, confirm=-1, workers=0)
+
+    def test_one_that_diverges_loses(self, tmp_path):
+        search = Search("bowl", Choice("momentum"), (Space("lr", "rate", 1.0),), Schedule(4, (0.5,), (300,)))
+        study = tuned_by(search, lambda params: params["lr"])
+        candidates = finalists(search, study)
+        finals = Finals(search, candidates, 2)
+        last = optuna.create_study(sampler=finals.made_sampler)
+        for number in range(finals.number):
+            trial = last.ask()
+            params = finals.suggest(trial)
+            assert params == candidates[number % 4].params
+            if number == 0:
+                last.tell(trial, state=TrialState.PRUNED)
+            else:
+                last.tell(trial, 10.0 - number)
+        outcome = Outcome(search, study, finals, last)
+        assert outcome.rows[0][0] == candidates[3]
+        assert outcome.rows[-1] == (candidates[0], [math.inf, 6.0])
+
+    def test_nothing_but_divergence(self, tmp_path):
+        search = Search("bowl", Choice("adam"), (LR,), Schedule(2, (1.0,), (10,)), sampler="random", trials=2)
+        study = optuna.create_study(sampler=search.made_sampler)
+        for _ in range(2):
+            add(study, None, lr=1.0)
+        with pytest.raises(ValueError, match="smaller rates"):
+            _ = Outcome(search, study).params
+
+
+def tuned_by(search, loss):
+    """A study of a search, with losses by a formula."""
+    study = optuna.create_study(sampler=search.made_sampler)
+    for _ in range(search.number):
+        trial = study.ask()
+        study.tell(trial, loss(search.suggest(trial)))
+    return study
+
+
 def lodo(*args):
     """The command, in a process of its own."""
     command = [sys.executable, "-m", "lodo", "tune", "bowl", "--optimizer", "adam", *map(str, args)]
@@ -359,14 +450,16 @@ class TestCommand:
         assert summary(shared)["tuned"] == summary(alone)["tuned"]
         assert summary(shared)["generations"] == summary(alone)["generations"]
         assert {path: path.stat().st_mtime_ns for path in before} == before, "no finished run is done again"
+        name = summary(alone)["study"]
         studies = [
-            optuna.load_study(study_name=None, storage=f"sqlite:///{out / 'tuning.db'}") for out in (shared, alone)
+            optuna.load_study(study_name=name, storage=f"sqlite:///{out / 'tuning.db'}") for out in (shared, alone)
         ]
         ours, theirs = [
             [(trial.number, trial.state, trial.value, trial.params) for trial in study.trials[:48]] for study in studies
         ]
         assert ours == theirs
-        assert len(list(runs.glob("*.parquet"))) == 48
+        assert len(list(runs.glob("*.parquet"))) == 48 + 16
+        assert summary(shared)["finalists"] == summary(alone)["finalists"]
         owners = {trial.user_attrs["owner"]["pid"] for trial in studies[0].trials[:48]}
         assert len(owners) >= 2
 

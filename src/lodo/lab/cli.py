@@ -1,4 +1,4 @@
-"""The command line: ``lodo run NAME``, ``lodo tune TASK``."""
+"""The command line: ``lodo run NAME``, ``lodo tune TASK``, ``lodo theory NAME``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from optuna import Study
 from optuna.exceptions import OptunaError
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lodo._checks import check_choice
@@ -28,10 +27,12 @@ from lodo.lab.report.figures import save_picture
 from lodo.lab.run import read_weights, threads
 from lodo.lab.sweep import RunError
 from lodo.lab.tasks import TASKS
-from lodo.lab.tuning.report import state, write
+from lodo.lab.tuning.outcome import conduct as conduct_search
+from lodo.lab.tuning.report import write
 from lodo.lab.tuning.search import SAMPLERS, plan
-from lodo.lab.tuning.study import tune as conduct_search
 from lodo.lab.tuning.study import without_password
+from lodo.theory.all import THEORY
+from lodo.theory.report import write as write_finding
 
 app = typer.Typer(
     help="LODO's laboratory: the paper's experiments, each in one command.",
@@ -183,6 +184,14 @@ def tune(
         ),
     ] = None,
     trials: Annotated[int | None, typer.Option(help="How many, for Optuna's samplers.")] = None,
+    confirm: Annotated[
+        int,
+        typer.Option(
+            help="Seeds on which the result of the sampler and the best trials are run again, to choose among them; 0 "
+            "takes the sampler's result as it is, as the paper does.",
+            min=0,
+        ),
+    ] = 4,
     seed: Annotated[int, typer.Option(help="Draws the trials and their runs.", min=0)] = 0,
     task: Annotated[
         str | None,
@@ -229,13 +238,16 @@ def tune(
         )
         with Progress(*Progress.get_default_columns(), "{task.fields[state]}", console=console) as progress:
             bar = progress.add_task("trials", total=search.number, state="")
-
-            def show(study: Study) -> None:
-                done, words = state(search, study)
-                progress.update(bar, completed=done, state=words)
-
-            study = conduct_search(search, address, out, workers=workers, scheduler=scheduler, report=show)
-        written = write(search, study, address, out / "tune" / search.name, console)
+            outcome = conduct_search(
+                search,
+                address,
+                out,
+                confirm=confirm,
+                show=lambda done, of, state: progress.update(bar, completed=done, total=of, state=state),
+                workers=workers,
+                scheduler=scheduler,
+            )
+        written = write(outcome, address, out / "tune" / search.name, console)
         experiment = next((e.name for e in EXPERIMENTS.values() if e.task == search.task), search.task)
         console.print(
             f"use them: lodo run {experiment} --hyperparameters {written}",
@@ -243,6 +255,31 @@ def tune(
             highlight=False,
             soft_wrap=True,
         )
+
+
+@app.command(no_args_is_help=True)
+def theory(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(THEORY)}, or all.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller cases: all of it in about a minute.")] = False,
+    seed: Annotated[int, typer.Option(help="Draws matrices, noise and permutations.", min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for numbers, words and figures.")] = Path("results"),
+) -> None:
+    """Check the paper's theory by computation: what holds, under which conditions, and where it stops holding."""
+    console = Console()
+    with _errors_in_words(console, "what was finished is kept"):
+        check_choice("NAME", name, (*THEORY, "all"))
+        held, parts = True, list(THEORY) if name == "all" else [name]
+        columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("", total=len(parts))
+            for each in parts:
+                bar.update(task, description=f"computing {each}")
+                finding = THEORY[each](quick=quick, seed=seed)
+                write_finding(finding, out / "theory" / each, {"quick": quick, "seed": seed}, bar.console)
+                bar.advance(task)
+                held = held and all(claim.holds for claim in finding.claims)
+        if not held:
+            raise ValueError("a claim does not hold; see above")
 
 
 @app.command(no_args_is_help=True)

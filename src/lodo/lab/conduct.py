@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -72,7 +73,8 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
     with look():
         figures = experiment.figures(request, results)
         for figure in figures.values():
-            figure.suptitle(f"{experiment.title}: {experiment.size(request)}", fontsize="small", color="0.4")
+            title = textwrap.fill(f"{experiment.title}: {experiment.size(request)}", int(13 * figure.get_figwidth()))
+            figure.suptitle(title, fontsize="small", color="0.4")
         written = [file for name, figure in figures.items() for file in save(figure, folder / name)]
     say = partial(console.print, markup=False, highlight=False)
     say(f"{experiment.title}: {about}")

@@ -53,18 +53,21 @@ class Residual(Preconditioner):
         theta[-1] = 1.0
 
     def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
-        a = _up(theta, P, v)[-1]
-        return _down(theta, P, theta[-1] * a)[0][: v.numel()]
+        c = theta[-1] * _up(theta, P, v)[-1]
+        for w, p in zip(reversed(theta[:-1]), reversed(P), strict=True):
+            c = _back(w, p, c)
+        return c[: v.numel()]
 
     def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
-        D = theta[-1]
         a, b = _up(theta, P, m), _up(theta, P, g)
-        c, d = _down(theta, P, D * a[-1]), _down(theta, P, D * b[-1])
+        c, d = theta[-1] * a[-1], theta[-1] * b[-1]
         h = torch.empty_like(theta)
-        for i, p in enumerate(P):
-            torch.mul(d[i + 1], a[i].index_select(0, p), out=h[i])
-            h[i].addcmul_(c[i + 1], b[i].index_select(0, p))
         torch.mul(a[-1], b[-1], out=h[-1])
+        for i in range(self.depth - 1, -1, -1):
+            w, p = theta[i], P[i]
+            torch.mul(d, a[i].index_select(0, p), out=h[i])
+            h[i].addcmul_(c, b[i].index_select(0, p))
+            c, d = _back(w, p, c), _back(w, p, d)
         return h
 
     def index_count(self, n: int) -> int:
@@ -74,7 +77,7 @@ class Residual(Preconditioner):
         return Layers(self.depth + 1, self.hidden(n))
 
     def work_count(self, n: int, fused: bool, save_activations: bool = True) -> int:
-        return (4 * self.depth + 8) * self.hidden(n)  # a, b, c, d
+        return (2 * self.depth + 10) * self.hidden(n)  # a and b
 
 
 def _up(theta: Tensor, P: Tensor, v: Tensor) -> list[Tensor]:
@@ -87,10 +90,6 @@ def _up(theta: Tensor, P: Tensor, v: Tensor) -> list[Tensor]:
     return xs
 
 
-def _down(theta: Tensor, P: Tensor, y: Tensor) -> list[Tensor]:
-    """The activations c_0 to c_N of y = c_N on the way back down."""
-    ys = [y]
-    for w, p in zip(theta[:-1].flip(0), P.flip(0), strict=True):
-        back = torch.empty_like(y).scatter_(0, p.long(), w * ys[-1])  # P^T (w * y)
-        ys.append(back.add_(ys[-1]))
-    return ys[::-1]
+def _back(w: Tensor, p: Tensor, y: Tensor) -> Tensor:
+    """``y + P^T (w * y)``."""
+    return y.index_add(0, p, w * y)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytorch_optimizer
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
@@ -35,6 +34,8 @@ def yogi(params: ParamsT, lr: float = 1e-2, beta1: float = 0.9, beta2: float = 0
 
     The library corrects the bias of both averages, Keras of neither: the count starts where that makes no difference.
     """
+    import pytorch_optimizer  # takes a second
+
     return pytorch_optimizer.Yogi(params, lr=lr, betas=(beta1, beta2), initial_accumulator=0.0, eps=eps, step=_LONG_AGO)
 
 
@@ -43,6 +44,8 @@ def lars(params: ParamsT, lr: float = 1e-3, beta: float = 0.9, weight_decay: flo
 
     The library's trust coefficient is 0.001; vectors take plain momentum steps without decay.
     """
+    import pytorch_optimizer  # takes a second
+
     return pytorch_optimizer.LARS(params, lr=lr, momentum=beta, weight_decay=weight_decay)
 
 

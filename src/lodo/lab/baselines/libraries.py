@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
-import pytorch_optimizer
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -32,6 +31,8 @@ def of_torch() -> dict[str, str]:
 @functools.cache
 def of_pytorch_optimizer() -> frozenset[str]:
     """The names by which pytorch_optimizer knows its optimizers."""
+    import pytorch_optimizer  # takes a second
+
     return frozenset(pytorch_optimizer.get_supported_optimizers())
 
 
@@ -97,6 +98,8 @@ def make(name: str, task: Task, options: Mapping[str, Any]) -> Optimizer:
 def _kind(name: str) -> type[Optimizer]:
     library, _, short = name.partition(".")
     if library == "pytorch_optimizer":
+        import pytorch_optimizer
+
         return pytorch_optimizer.load_optimizer(short)
     kind: type[Optimizer] = getattr(torch.optim if library == "torch" else _imported(library), short)
     return kind

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from rich.progress import track
 
 from lodo.lab import data
 from lodo.lab.experiments.base import Plan, Request, Results, Size, tail
@@ -218,9 +220,9 @@ def draw_samples(name: str, results: Results) -> dict[str, Figure]:
     figure, axes = canvas(columns, math.ceil(len(networks) / columns), size=(2.4, 2.6))
     for place in axes:
         place.set_axis_off()
-    for place, (label, path) in zip(axes, networks.items(), strict=False):
+    for place, (label, path) in zip(axes, track(networks.items(), "drawing digits", transient=True), strict=False):
         assert path is not None
-        place.set_title(label, fontsize="small")
+        place.set_title(textwrap.fill(label, 32), fontsize="small")
         try:
             weights = read_weights(path)[1]
         except ValueError as error:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lodo.lab import data
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, tail
 from lodo.lab.report.figures import Style, band, binned, canvas, styles
 from lodo.lab.report.tables import Paper, Row, measure, with_spread
 from lodo.lab.run import Curve
@@ -140,27 +140,33 @@ def last_tracked(curve: Curve, column: str) -> float:
 
 
 def learning_curves(results: Results, tracked: str, label: str) -> Figure:
-    """Training loss by step and by time, and a tracked quantity by step."""
-    figure, (left, middle, right) = canvas(3, size=(4.6, 3.8))
+    """Training loss by step, by time and beside the best optimizer's, and a tracked quantity by step."""
+    figure, (by_step, by_time, beside, last) = canvas(2, 2, size=(5.6, 3.8))
     looks = styles(cell.label for cell in results)
+    whole = {cell: curves for cell, curves in results.items() if not any(curve.diverged for curve in curves)}
+    best = min(whole, key=lambda cell: mean(tail(curve) for curve in whole[cell]), default=None)
     for cell, curves in results.items():
         fine = [curve for curve in curves if not curve.diverged]
         lost = len(curves) - len(fine)
         name = f"{cell.label} ({lost} of {len(curves)} diverged)" if lost else cell.label
+        drawn = looks[cell.label]
         if not fine:
-            left.plot([], [], color=looks[cell.label].color, ls=looks[cell.label].ls, label=name)
+            by_step.plot([], [], color=drawn.color, ls=drawn.ls, label=name)
             continue
-        steps, losses = binned(fine, bins=60)
-        band(left, steps, losses, name, looks[cell.label])
-        band(middle, seconds_at(fine, steps), losses, name, looks[cell.label])
-        _draw_tracked(right, fine, tracked, name, looks[cell.label])
-    left.set(xlabel="step", ylabel="training loss", title="Training, by step")
-    middle.set(xlabel="seconds of training", ylabel="training loss", title="Training, by time")
-    right.set(xlabel="step", ylabel=label, title=f"{label.capitalize()}, by step")
-    limit = _upper_limit(results)
-    for axes in (left, middle):
-        axes.set_ylim(top=limit)
-    left.legend(fontsize="small")
+        band(by_step, *binned(fine, bins=60), name, drawn)
+        steps, losses = binned(fine, bins=20)
+        band(by_time, seconds_at(fine, steps), losses, name, drawn)
+        if best is not None and cell in whole and len(whole[cell]) == len(whole[best]):
+            band(beside, steps, losses - binned(whole[best], bins=20)[1], name, drawn)
+        _draw_tracked(last, fine, tracked, name, drawn)
+    by_step.set(xlabel="step", ylabel="training loss", title="Training, by step")
+    by_time.set(xlabel="seconds of training", ylabel="training loss", title="Training, by time")
+    of = "the best" if best is None else best.label
+    beside.set(xlabel="step", ylabel="difference of training losses", title=f"Training, from {of} on the same seed")
+    last.set(xlabel="step", ylabel=label, title=f"{label.capitalize()}, by step")
+    for axes in (by_step, by_time, beside, last):
+        _focus(axes)
+    figure.legend(*by_step.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 
@@ -179,8 +185,12 @@ def _draw_tracked(axes: Axes, curves: Sequence[Curve], column: str, name: str, d
         band(axes, measured[0][0][:length], values, name, drawn)
 
 
-def _upper_limit(results: Results) -> float | None:
-    """Above what most runs have after their first steps, so that one that explodes does not flatten the others."""
-    early = [curve["loss"][len(curve["loss"]) // 20 :] for curves in results.values() for curve in curves]
-    finite = [float(np.percentile(part[np.isfinite(part)], 99)) for part in early if np.isfinite(part).any()]
-    return 1.1 * float(np.median(finite)) if finite else None
+def _focus(axes: Axes) -> None:
+    """Show what most curves do after their first steps: one that explodes does not flatten the others."""
+    drawn = [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.get_lines()]
+    late = [part[len(part) // 10 :] for part in drawn]
+    ranges = np.array([(part.min(), part.max()) for part in late if part.size and np.isfinite(part).all()])
+    if len(ranges):
+        low, high = ranges[:, 0].min(), np.median(ranges[:, 1])
+        room = 0.15 * (high - low) or 1.0
+        axes.set_ylim(low - room, high + room)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -21,25 +22,30 @@ from lodo.lab.baselines import paper_hyperparameters
 from lodo.lab.files import write_atomically
 from lodo.lab.report.figures import canvas, look, save
 from lodo.lab.tuning.evolution import EvolutionSampler
+from lodo.lab.tuning.outcome import Outcome
 from lodo.lab.tuning.search import Search
 from lodo.lab.tuning.spaces import Space
 from lodo.lab.tuning.study import finished_trials, without_password
 
-_BLUE, _GREY, _ORANGE = "#0072b2", "#999999", "#d55e00"
-_COLUMNS = ("hyperparameter", "start", "tuned", "paper")
+_BLUE, _GREY, _ORANGE, _GREEN = "#0072b2", "#999999", "#d55e00", "#009e73"
 
 
-def write(search: Search, study: optuna.Study, storage: str, folder: Path, console: Console) -> Path:
+def write(outcome: Outcome, storage: str, folder: Path, console: Console) -> Path:
     """All of it, into a folder; returns the file of hyperparameters."""
-    tuned, trials = search.tuned(study), finished_trials(search, study)
+    search, study = outcome.search, outcome.study
+    tuned, trials = search.tuned(outcome.params), finished_trials(search, study)
     paper = paper_hyperparameters(search.task, search.choice.optimizer)
-    rows = [(space.name, space.start, tuned[space.name], paper.get(space.name)) for space in search.spaces]
     best = min((trial.value for trial in trials if trial.value is not None), default=None)
     diverged = sum(trial.state == TrialState.PRUNED for trial in trials)
     notes = [
         f"{len(trials)} trials, {diverged} diverged; lowest loss over the last 10 % of a trial's steps: "
         f"{'none' if best is None else f'{best:.5g}'}."
     ]
+    if outcome.finals is not None:
+        notes.append(
+            f"The finalists were run again, {search.schedule.steps[-1]:,} steps on the same {outcome.finals.seeds} "
+            "fresh seeds; tuned is the best of them. The paper takes the mean of the better half."
+        )
     if search.schedule.rate_factor != 1:
         notes.append(f"The tuned lr has been multiplied by {search.schedule.rate_factor:g}, as in the paper.")
     title = f"Tuning of {search.choice.label} on {search.task}, sampler {search.sampler}"
@@ -54,28 +60,62 @@ def write(search: Search, study: optuna.Study, storage: str, folder: Path, conso
         "trials": len(trials),
         "diverged": diverged,
         "generations": _generations(search, study),
+        "finalists": [
+            {
+                "origin": finalist.origin,
+                "values": search.tuned(finalist.params),
+                "losses": [loss if math.isfinite(loss) else None for loss in losses],
+            }
+            for finalist, losses in outcome.rows
+        ],
     }
     write_atomically(settings, toml(search, tuned).encode())
     write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
-    lines = [f"# {title}", "", "| " + " | ".join(_COLUMNS) + " |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
-    lines += ["", *(f"- {note}" for note in notes)]
+    tables = _tables(outcome, tuned, paper)
+    lines = [f"# {title}", ""]
+    for columns, rows in tables:
+        lines += ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        lines += [*("| " + " | ".join(row) + " |" for row in rows), ""]
+    lines += [f"- {note}" for note in notes]
     write_atomically(folder / "table.md", ("\n".join(lines) + "\n").encode())
     with look():
-        figure = draw(search, study)
+        figure = draw(outcome)
         figure.suptitle(title, fontsize="small", color="0.4")
         picture = save(figure, folder / "generations")[0]
-    table = Table(title=title, title_justify="left")
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "hyperparameter" else "right")
-    for row in rows:
-        table.add_row(*map(_cell, row))
-    console.print(table)
+    for number, (columns, rows) in enumerate(tables):
+        table = Table(title=None if number else title, title_justify="left")
+        for place, column in enumerate(columns):
+            table.add_column(column, justify="right" if place else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
     for note in notes:
         console.print(f"- {note}", markup=False, highlight=False)
     console.print(f"\nfigure: {picture}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", highlight=False, soft_wrap=True)
     return settings
+
+
+def _tables(
+    outcome: Outcome, tuned: Mapping[str, float], paper: Mapping[str, Any]
+) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """The hyperparameters, and the finalists if there were finals: columns and rows of text."""
+    spaces = outcome.search.spaces
+    values = [
+        (space.name, _cell(space.start), _cell(tuned[space.name]), _cell(paper.get(space.name))) for space in spaces
+    ]
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = [
+        (("hyperparameter", "start", "tuned", "paper"), list(values))
+    ]
+    if outcome.finals is not None:
+        rows = []
+        for finalist, losses in outcome.rows:
+            of_it = outcome.search.tuned(finalist.params)
+            spread = f" ± {stdev(losses):.2g}" if len(losses) > 1 and math.isfinite(max(losses)) else ""
+            loss = f"{fmean(losses):.4g}{spread}" if math.isfinite(max(losses)) else "diverged"
+            rows.append((finalist.origin, *(_cell(of_it[space.name]) for space in spaces), loss))
+        tables.append((("finalist", *(space.name for space in spaces), "loss"), rows))
+    return tables
 
 
 def toml(search: Search, tuned: Mapping[str, float]) -> str:
@@ -108,8 +148,9 @@ def _generations(search: Search, study: optuna.Study) -> list[dict[str, Any]]:
     ]
 
 
-def draw(search: Search, study: optuna.Study) -> Figure:
-    """The loss and each hyperparameter of every trial, the better halves marked, and the paper's values."""
+def draw(outcome: Outcome) -> Figure:
+    """The loss and each hyperparameter of every trial, the better halves marked, the result and the paper's values."""
+    search, study = outcome.search, outcome.study
     trials = finished_trials(search, study)
     sampler = search.made_sampler
     panels = 1 + len(search.spaces)
@@ -120,11 +161,11 @@ def draw(search: Search, study: optuna.Study) -> Figure:
         at = {trial.number: search.generation(trial.number) + shift[trial.number] for trial in trials}
         generations = range(len(search.schedule.noise))
         good = {trial.number for g in generations for trial in sampler.get_parent_population(study, g + 1)}
-        label, marked = "generation", "better half"
+        label, marked, end = "generation", "better half", len(search.schedule.noise)
     else:
         at = {trial.number: float(trial.number) for trial in trials}
         good = {study.best_trial.number} if any(trial.value is not None for trial in trials) else set()
-        label, marked = "trial", "best"
+        label, marked, end = "trial", "best", search.number
     groups: dict[str, tuple[list[FrozenTrial], dict[str, Any]]] = {
         "diverged": ([t for t in trials if t.value is None], {"marker": "x", "color": _ORANGE}),
         "others": ([t for t in trials if t.value is not None and t.number not in good], {"color": _GREY}),
@@ -148,6 +189,8 @@ def draw(search: Search, study: optuna.Study) -> Figure:
         if isinstance(sampler, EvolutionSampler):
             means = [math.exp(sampler.mean(study, g)[space.parameter]) for g in generations]
             place.plot(list(generations), means, color="black", lw=1, marker="_", label="mean")
+        result = outcome.params[space.parameter]
+        place.plot(end, result, ls="none", marker="*", ms=10, color=_GREEN, mec="black", mew=0.5, label="tuned")
     for place in axes[:panels]:
         place.xaxis.set_major_locator(MaxNLocator(integer=True))
     for place in axes[:2]:
@@ -170,19 +213,3 @@ def _finish(place: Axes, space: Space, label: str, paper: float | None, factor: 
 
 def _cell(value: float | str | None) -> str:
     return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
-
-
-def state(search: Search, study: optuna.Study) -> tuple[int, str]:
-    """How many trials have ended, and where the search stands, in words."""
-    trials: list[FrozenTrial] = finished_trials(search, study)
-    values = [trial.value for trial in trials if trial.value is not None]
-    best = f"lowest loss {min(values):.4g}" if values else ""
-    if not isinstance(search.made_sampler, EvolutionSampler) or len(trials) >= search.number:
-        return len(trials), best
-    generation = search.generation(len(trials))
-    last = [
-        trial.value for trial in trials if trial.value is not None and search.generation(trial.number) == generation
-    ]
-    best = f", lowest loss {min(last):.4g}" if last else ""
-    steps = search.schedule.steps[generation]
-    return len(trials), f"generation {generation + 1} of {len(search.schedule.noise)}, {steps:,} steps{best}"

@@ -14,6 +14,7 @@ from typing import Any
 import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, QMCSampler, RandomSampler, TPESampler
+from optuna.trial import FrozenTrial
 
 from lodo._checks import check_choice, check_int
 from lodo.lab import data
@@ -109,8 +110,9 @@ class Search:
         return made
 
     def generation(self, number: int) -> int:
-        """Which generation a trial is in; all are in the last one without the paper's sampler."""
-        return (number // self.schedule.population if self.sampler == PAPER else 0) if number < self.number else -1
+        """Which generation a trial is in; all are in the last one without the paper's sampler, and beyond the end."""
+        last = len(self.schedule.noise) - 1
+        return min(number // self.schedule.population, last) if self.sampler == PAPER else last
 
     def may_begin(self, number: int, study: optuna.Study) -> bool:
         """Whether what a trial depends on is known."""
@@ -135,12 +137,11 @@ class Search:
 
     def run(self, number: int, params: Mapping[str, float]) -> Run:
         """What a trial does."""
-        generation = self.generation(number) if self.sampler == PAPER else -1
         return Run(
             task=self.task,
             optimizer=self.choice.optimizer,
             seed=_FIRST_SEED * (self.seed + 1) + number,
-            evaluations=self.schedule.steps[generation],
+            evaluations=self.schedule.steps[self.generation(number)],
             task_options=self.task_options,
             options={**self._base, **{space.name: space.value(params[space.parameter]) for space in self.spaces}},
         )
@@ -152,16 +153,23 @@ class Search:
         settings = hyperparameters(self.task, self.choice)
         return {name: value for name, value in settings.items() if name not in tuned}
 
-    def tuned(self, study: optuna.Study) -> dict[str, float]:
-        """The hyperparameters that came out: the mean of the last generation's better half, or the best trial's."""
+    def best(self, study: optuna.Study) -> list[FrozenTrial]:
+        """The trials as long as the last ones, best first, without those that diverged."""
+        last = self.generation(self.number)
+        done = [trial for trial in study.get_trials(deepcopy=False)[: self.number] if trial.value is not None]
+        return sorted((t for t in done if self.generation(t.number) == last), key=lambda trial: trial.value or 0.0)
+
+    def mean(self, study: optuna.Study) -> dict[str, float] | None:
+        """The paper's result: the mean of the last generation's better half. Other samplers have none."""
         sampler = self.made_sampler
-        if isinstance(sampler, EvolutionSampler):
-            found = sampler.mean(study, len(self.schedule.noise))
-            params = {name: math.exp(place) for name, place in found.items()}
-        else:
-            params = study.best_trial.params
+        if not isinstance(sampler, EvolutionSampler):
+            return None
+        places = sampler.mean(study, len(self.schedule.noise))
+        return {space.parameter: space.nearest(math.exp(places[space.parameter])) for space in self.spaces}
+
+    def tuned(self, params: Mapping[str, float]) -> dict[str, float]:
+        """The hyperparameters of a study's parameters, with what the schedule does to rates in the end."""
         values = {space.name: space.value(params[space.parameter]) for space in self.spaces}
-        values = {space.name: round(values[space.name]) if space.whole else values[space.name] for space in self.spaces}
         if "lr" in values:
             values["lr"] *= self.schedule.rate_factor
         return values

@@ -96,6 +96,11 @@ class Space:
             return IntDistribution(int(low), int(high), log=True)
         return FloatDistribution(self.low or least, self.high or most, log=True)
 
+    def nearest(self, p: float) -> float:
+        """The closest allowed value of a study's parameter."""
+        allowed = self.distribution(bounded=False)
+        return min(max(round(p) if self.whole else p, allowed.low), allowed.high)
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -29,6 +29,7 @@ from sqlalchemy.engine import make_url
 from lodo.lab.experiments.base import tail
 from lodo.lab.run import Curve, Run
 from lodo.lab.sweep import crew, loaded
+from lodo.lab.tuning.finals import Finals
 from lodo.lab.tuning.search import Search
 
 _OWNER = "owner"  # the attribute of a trial that says whose it is
@@ -37,7 +38,7 @@ _SILENCE = 90.0  # seconds after which the trials of an owner on another machine
 _PAUSE = 0.5  # seconds between looks at what other processes have done
 
 
-def open_study(search: Search, storage: str) -> optuna.Study:
+def open_study(search: Search | Finals, storage: str) -> optuna.Study:
     """The study of a search, a new one if there is none."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     prefix = "sqlite:///"
@@ -70,7 +71,7 @@ def without_password(storage: str) -> str:
 
 
 def tune(
-    search: Search,
+    search: Search | Finals,
     storage: str,
     out: Path,
     *,
@@ -119,12 +120,12 @@ def tune(
             report(study)
 
 
-def _left(search: Search, study: optuna.Study) -> int:
+def _left(search: Search | Finals, study: optuna.Study) -> int:
     """Trials that have not ended."""
     return search.number - len(finished_trials(search, study))
 
 
-def finished_trials(search: Search, study: optuna.Study) -> list[FrozenTrial]:
+def finished_trials(search: Search | Finals, study: optuna.Study) -> list[FrozenTrial]:
     """The trials of a search that have ended, by number."""
     every = study.get_trials(deepcopy=False)[: search.number]
     return [trial for trial in every if trial.state.is_finished()]
@@ -144,7 +145,7 @@ def _tell(study: optuna.Study, number: int, curve: Curve) -> None:
 class _Claims:
     """Trials for this process: abandoned ones first, then new ones, as far as they can begin."""
 
-    def __init__(self, search: Search, study: optuna.Study) -> None:
+    def __init__(self, search: Search | Finals, study: optuna.Study) -> None:
         self.search, self.study = search, study
         self.me = {"host": socket.gethostname(), "pid": os.getpid(), "born": psutil.Process().create_time()}
         self.held: dict[int, Trial] = {}
@@ -193,7 +194,7 @@ class _Claims:
 
 
 @contextmanager
-def _claims(search: Search, study: optuna.Study) -> Iterator[_Claims]:
+def _claims(search: Search | Finals, study: optuna.Study) -> Iterator[_Claims]:
     """Claims with a thread that shows that they are alive."""
     claims, over = _Claims(search, study), threading.Event()
 
