@@ -15,6 +15,7 @@ test: setup
 bench: setup
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/networks.py
+	$(BIN)/python benchmarks/training.py
 
 format: setup
 	$(BIN)/ruff check --fix

@@ -98,11 +98,12 @@ def kernel_clock(lodo: LODO) -> Iterator[list[float]]:
     ready = lodo._network(0).engine._work._ready  # type: ignore[attr-defined]  # it is a FusedMixing
     before = dict(ready)
 
-    def clocked(call: Callable[..., None]) -> Callable[..., None]:
-        def run(*arguments: object) -> None:
+    def clocked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: object) -> Any:
             start = time.perf_counter()
-            call(*arguments)
+            result = call(*arguments)
             spent.append(time.perf_counter() - start)
+            return result
 
         return run
 

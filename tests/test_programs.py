@@ -78,13 +78,26 @@ def test_benchmark_beside_networks(tmp_path):
         assert all(0 < ratio < 1.1 for ratio in ratios.values())
 
 
+def test_benchmark_of_training(tmp_path):
+    out = tmp_path / "training.json"
+    command = [sys.executable, ROOT / "benchmarks" / "training.py", "--size", "1000", "--repeats", "1", "--out", out]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "over a single process" in text
+    ratios = json.loads(out.read_text())["ratios"]
+    assert 0.45 < ratios["fsdp_state_over_single"] < 0.55
+    assert all(ratio > 0 for ratio in ratios.values())
+
+
 def test_roofline_counts_the_passes():
     bench = load(ROOT / "benchmarks" / "bench.py")
     n, hidden = 94_696, 189_392
     assert bench.roofline_bytes(n) == 4 * (9 * 16 * 4 * hidden + 15 * 16 * hidden)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/algorithm.md", "docs/laboratory.md"])
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("algorithm", "laboratory", "theory", "training"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
 def test_code_in_the_documents_runs(path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
     assert blocks

@@ -41,6 +41,8 @@ def step_group(
         state["theta"], state["momentum"], g, beta, s, meta_optimizer, lesson, gate, state.get("last_gradient")
     )
     net.s.move(group["params"], moving, lr, group["weight_decay"])  # x <- x - lr s
+    if net.watch is not None:
+        net.watch.note(g, s)
 
     state["last_lr"], state["moved"] = lr, moving
     bound = state["momentum_bound"] = beta * state["momentum_bound"] + (1 - beta) * norm  # >= |m|

@@ -7,19 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lodo.distributed import local, local_gradient
+
 
 def real(x: Tensor) -> Tensor:
-    """A complex tensor as a real one with a last dimension of 2; anything else as it is."""
+    """What this rank holds of a tensor, if it is complex as a real one with a last dimension of 2."""
+    x = local(x)
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def count(params: Sequence[Tensor]) -> int:
-    """n: how many real numbers the parameters hold.
+    """n: how many real numbers of the parameters this rank holds.
 
     >>> count([torch.zeros(2, 3), torch.zeros(4, dtype=torch.complex64), torch.tensor(1.0)])
     15
     """
-    return sum(p.numel() * (2 if p.is_complex() else 1) for p in params)
+    return sum(local(p).numel() * (2 if p.is_complex() else 1) for p in params)
 
 
 def compute_dtype(params: Sequence[Tensor]) -> torch.dtype:
@@ -53,13 +56,13 @@ class Flat:
     def read_gradients(self, params: Sequence[Tensor], present: Sequence[bool]) -> None:
         """Copy the gradients in, zero where there is none."""
         views = self.views
-        if len(views) == 1 and (only := params[0].grad) is not None:
+        if len(views) == 1 and (only := local_gradient(params[0])) is not None:
             views[0].copy_(real(only))  # quicker than a list of one
             return
         if False in present:
             torch._foreach_zero_([v for v, there in zip(views, present, strict=True) if not there])
             views = [v for v, there in zip(views, present, strict=True) if there]
-        torch._foreach_copy_(views, [real(p.grad) for p in params if p.grad is not None])
+        torch._foreach_copy_(views, [real(g) for p in params if (g := local_gradient(p)) is not None])
 
     def only(self, chosen: Sequence[bool]) -> Tensor:
         """The vector with zeros where a parameter is not chosen; the vector itself if all are."""

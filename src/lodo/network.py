@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lodo import memory
 from lodo._notice import notice
+from lodo.diagnostics import Watch
+from lodo.distributed import local
 from lodo.flatten import Flat, count
 from lodo.gate import Gate
 from lodo.guard import Guard
@@ -44,7 +46,8 @@ class Network:
         self.largest = math.sqrt(torch.finfo(self._dtype).max)  # what can be squared
         self.engine = family.engine(P.to(self._device), backend, save_activations)
         self.rounding_seed = int(self._generator(2).initial_seed()) & 0xFFFFFFFF
-        self._numels = [p.numel() for p in params]
+        self.watch: Watch | None = None  # from the first call of diagnostics on
+        self._numels = [local(p).numel() for p in params]
 
     def _generator(self, stream: int) -> torch.Generator:
         """A random stream of this seed and group; 0 draws P, 1 draws theta_0, 2 rounds moments."""

@@ -5,12 +5,15 @@ Liao, Dangovski, Foerster, Soljacic: "Learning to Optimize Quasi-Newton Methods"
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import (
     Optimizer,
     ParamsT,
@@ -19,9 +22,11 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from lodo import memory, meta, options
-from lodo._checks import check_bool, check_choice
+from lodo import distributed, memory, meta, options
+from lodo._checks import check_bool, check_choice, check_int
 from lodo.algorithm import step_group
+from lodo.diagnostics import Watch, diagnose
+from lodo.distributed import Shard
 from lodo.flatten import compute_dtype, count
 from lodo.guard import Guard
 from lodo.kernels import BACKENDS, resolve
@@ -29,10 +34,29 @@ from lodo.network import Network
 from lodo.preconditioners import Preconditioner, select
 from lodo.preconditioners.mixing import MIXINGS
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
 _ARCHITECTURE = ("preconditioner", "meta_optimizer", "momentum", "moment_dtype")  # what a loaded state must agree with
 _MATRIX_LIMIT = 4096  # the largest n whose preconditioner is written out
+
+
+class _Refused(NamedTuple):
+    """A group whose gradient cannot be learned from."""
+
+    group: int
+    state: dict[str, Any]
+    norm: float
+
+
+class _Load(NamedTuple):
+    """What a group takes from a loaded state."""
+
+    net: Network | None  # None on a rank that holds nothing of the group
+    holder: int  # the parameter that its state sits under
+    state: dict[str, Any] | None
 
 
 class LODO(Optimizer):
@@ -79,7 +103,11 @@ class LODO(Optimizer):
         seed: draws the network; the same on every backend and device.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         nonfinite: what a NaN or infinite gradient does: ``"raise"`` an error, or ``"skip"`` the
-            step and count it in `skipped_steps`. Either way nothing changes.
+            step and count it in `skipped_steps`. Either way nothing changes, on no rank.
+        check_sync_every: under DDP, how many steps apart ranks make sure that they still hold the same parameters and
+            state; the error names the rank. None never does. Groups that are sharded differ by design.
+        on_reshard: what loading a state does that was saved with another number of shards: ``"raise"`` an error, or
+            ``"restart"`` with a fresh G and a warning.
 
     ``lr``, ``meta_lr``, ``beta``, ``weight_decay``, ``maximize``, ``preconditioner``, ``momentum``, ``meta_optimizer``,
     ``meta_betas``, ``meta_eps``, ``meta_window``, ``moment_dtype``, ``guard`` and ``seed`` may differ between groups.
@@ -123,9 +151,14 @@ class LODO(Optimizer):
         seed: int = 0,
         backend: str = "auto",
         nonfinite: str = "raise",
+        check_sync_every: int | None = None,
+        on_reshard: str = "raise",
     ) -> None:
         check_choice("backend", backend, BACKENDS)
         check_choice("nonfinite", nonfinite, ("raise", "skip"))
+        check_choice("on_reshard", on_reshard, ("raise", "restart"))
+        if check_sync_every is not None:
+            check_int("check_sync_every", check_sync_every, low=1)
         chosen = options.from_recipe(
             recipe, mixing=mixing, momentum=momentum, save_activations=save_activations, guard=guard
         )
@@ -139,11 +172,17 @@ class LODO(Optimizer):
         self._recipe = recipe
         self.backend = backend
         self.nonfinite = nonfinite
+        self.check_sync_every = check_sync_every
+        self.on_reshard = on_reshard
+        self._unchecked = 0  # steps since ranks were compared
         self.save_activations: bool = chosen["save_activations"]
         self._sizes = (depth, block_size, width, chosen["mixing"])
         self._default = select(preconditioner, *self._sizes)
         self._families: list[Preconditioner] = []
-        self._counts: list[int] = []  # n of each group
+        self._counts: list[int] = []  # n of each group, on this rank
+        self._shards: list[Shard] = []  # which part of each group this rank holds
+        self._meshes: list[DeviceMesh] = []  # over which any group is split
+        self._holders: list[int] = []  # which parameter of each group its state sits under
         self._networks: list[Network | None] = []  # drawn at the first use
         defaults = {
             "lr": lr,
@@ -177,6 +216,8 @@ class LODO(Optimizer):
         Args:
             closure: evaluates the model again and returns the loss; called once if given.
         """
+        if torch.compiler.is_compiling():
+            return self._uncompiled_step(closure)
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -203,10 +244,12 @@ class LODO(Optimizer):
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)
+    _uncompiled_step = _disable_dynamo(_hooked_step)  # fused kernels are no graph: it is broken around them
 
     def _take_turns(self) -> None:
         """Read and check every group's gradient, then let every group step."""
-        turns = []
+        turns: list[tuple[dict[str, Any], Network, dict[str, Any], list[bool], float, float]] = []
+        refused: _Refused | None = None
         if len(self.param_groups) != len(self._networks):
             raise RuntimeError(
                 f"there are {len(self.param_groups)} parameter groups but {len(self._networks)} were added: "
@@ -216,8 +259,11 @@ class LODO(Optimizer):
             params = group["params"]
             moving = [p.grad is not None for p in params]
             if True not in moving or not self._counts[i]:
+                if self._shards[i].parts > 1 and True in moving:
+                    self._note_empty(i)
                 continue  # a group without any gradient is left as it is
-            net, state = self._networks[i] or self._network(i), self.state[params[0]] or self._state(i)
+            net = self._networks[i] or self._network(i)
+            state = self.state[params[self._holders[i]]] or self._state(i)
             try:
                 net.g.read_gradients(params, moving)
             except RuntimeError:
@@ -227,19 +273,34 @@ class LODO(Optimizer):
             clip = Guard(*state["guard"]).clip(norm) if group["guard"] else 1.0
             # the hypergradient is at most about lr |g| |u|, and Adam squares it; False for NaN
             if not clip * norm * max(1.0, state["last_lr"] * state["fed_bound"]) < net.largest:
-                self._refuse(i, state, norm)
-                return
+                refused = _Refused(i, state, norm)
+                break
             if group["maximize"]:
                 net.g.vector.neg_()
             turns.append((group, net, state, moving, norm, clip))
+        if refused or self._meshes:
+            rank = distributed.complaining_rank(refused is not None, self._meshes)
+            if rank is not None:
+                self._refuse(refused, turns[0][2] if turns else None, rank)
+                return
         for turn in turns:
             step_group(*turn)
+        if self.check_sync_every is not None:
+            self._check_sync()
 
-    def _refuse(self, i: int, state: dict[str, Any], norm: float) -> None:
-        """Raise, or count the step as skipped, for a gradient that cannot be learned from."""
+    def _refuse(self, refused: _Refused | None, another: dict[str, Any] | None, rank: int) -> None:
+        """Raise, or count the step as skipped, for a gradient that cannot be learned from, here or on another rank."""
         if self.nonfinite == "skip":
-            state["skipped"] += 1
+            state = refused.state if refused else another
+            if state is not None:  # which only a rank has that holds any parameters
+                state["skipped"] += 1
             return
+        if refused is None:
+            raise FloatingPointError(
+                f"a gradient on rank {rank} is not finite or too large; nothing was changed on any rank. "
+                "Pass nonfinite='skip' to skip such steps instead"
+            )
+        i, state, norm = refused
         g = self._network(i).g
         step = state["last_lr"] * state["fed_bound"]
         problem = (
@@ -251,6 +312,20 @@ class LODO(Optimizer):
                 problem = f"the gradient of {self._name(i, j)} is not finite"
                 break
         raise FloatingPointError(f"{problem}; nothing was changed. Pass nonfinite='skip' to skip such steps instead")
+
+    def _check_sync(self) -> None:
+        """Every so many steps, compare the ranks' parameters and states, of groups that are not sharded."""
+        self._unchecked += 1
+        if self._unchecked < (self.check_sync_every or 1):
+            return
+        self._unchecked = 0
+        named: list[tuple[str, Tensor]] = []
+        for i, group in enumerate(self.param_groups):
+            if self._shards[i].parts == 1 and self._counts[i]:
+                named += [(self._name(i, j).rstrip(","), distributed.local(p)) for j, p in enumerate(group["params"])]
+                state = self.state[group["params"][self._holders[i]]]
+                named += [(f"{name} of group {i}", x) for name, x in state.items() if isinstance(x, Tensor)]
+        distributed.check_sync(named)
 
     def _check_dense(self, i: int) -> None:
         for j, p in enumerate(self.param_groups[i]["params"]):
@@ -282,7 +357,10 @@ class LODO(Optimizer):
                 f"got {family!r}; make its class a frozen dataclass"
             )
         for name in sorted(
-            {"depth", "block_size", "width", "mixing", "save_activations", "recipe", "backend", "nonfinite"}
+            (
+                {"depth", "block_size", "width", "mixing", "save_activations", "recipe", "backend", "nonfinite"}
+                | {"check_sync_every", "on_reshard"}
+            )
             & group.keys()
         ):
             raise ValueError(
@@ -297,9 +375,14 @@ class LODO(Optimizer):
         except Exception:
             del self.param_groups[before]
             raise
+        params = self.param_groups[before]["params"]
         self._families.append(family)
-        self._counts.append(count(self.param_groups[before]["params"]))
+        self._counts.append(count(params))
+        self._shards.append(distributed.shard_of(params[0]) if params else Shard())
+        # torch's distributed checkpoints drop the state of a parameter that is frozen
+        self._holders.append(next((j for j, p in enumerate(params) if p.requires_grad), 0))
         self._networks.append(None)
+        self._meshes = distributed.meshes(p for group in self.param_groups for p in group["params"])
 
     def _check_params(self, i: int, family: Preconditioner) -> None:
         params = self.param_groups[i]["params"]
@@ -311,11 +394,17 @@ class LODO(Optimizer):
                     f"the parameters of a group must be on one device, but {self._name(i, j)} is on "
                     f"{str(p.device)!r} and the first one on {str(params[0].device)!r}; give each device its own group"
                 )
+            here, first = distributed.shard_of(p), distributed.shard_of(params[0])
+            if here != first:
+                raise ValueError(
+                    f"the parameters of a group must be sharded alike, but this rank holds {here.label} of "
+                    f"{self._name(i, j)} and {first.label} of the first one; give each kind its own group"
+                )
         if not params:
             return
         device = params[0].device
         resolve(self.backend, device)
-        fresh = (k for k in range(i) if self._counts[k] and not self.state.get(self.param_groups[k]["params"][0]))
+        fresh = (k for k in range(i) if self._counts[k] and not self.state.get(self._holder(k)))
         pending = sum(self._estimate(k).total for k in fresh)  # what earlier groups have yet to allocate
         needed = self._estimate(i, family)
         memory.check_fits(
@@ -348,22 +437,34 @@ class LODO(Optimizer):
         return network
 
     def _drawn(self, i: int, seed: int) -> Network:
-        params = self.param_groups[i]["params"]
-        return Network(self._families[i], params, seed, i, self.backend, self.save_activations)
+        # as if each shard were a group of one process: the same draw, and another one on every rank
+        params, shard = self.param_groups[i]["params"], self._shards[i]
+        index = i * shard.parts + shard.part
+        return Network(self._families[i], params, seed, index, self.backend, self.save_activations)
+
+    def _holder(self, i: int) -> Tensor:
+        """The parameter of group i that the group's state sits under."""
+        holder: Tensor = self.param_groups[i]["params"][self._holders[i]]
+        return holder
 
     def _state(self, i: int) -> dict[str, Any]:
-        """Group i's state, kept under the group's first parameter as torch's LBFGS does.
+        """Group i's state, kept under the group's first parameter as torch's LBFGS does, or the first not frozen.
 
         The others have an empty one, because distributed checkpoints miss a parameter without any.
         """
-        group = self.param_groups[i]
-        state: dict[str, Any] = self.state[group["params"][0]]
+        group, holder = self.param_groups[i], self._holder(i)
+        state: dict[str, Any] = self.state[holder]
         if not state:
             with _lasting_tensors():
                 meta, gated = options.meta_optimizer(group), group["momentum"] == "learned"
                 state.update(self._network(i).initial_state(meta, group["moment_dtype"], gated))
-            self.state.update({p: {} for p in group["params"][1:]})
+            self.state.update({p: {} for p in group["params"] if p is not holder})
         return state
+
+    def _note_empty(self, i: int) -> None:
+        """Let torch's checkpoints see that an optimizer which holds nothing of group i has begun, as on other ranks."""
+        for p in self.param_groups[i]["params"]:
+            self.state.setdefault(p, {})
 
     # ------------------------------------------------------------ looking inside
 
@@ -412,6 +513,38 @@ class LODO(Optimizer):
         if not self._counts[group]:
             raise ValueError(f"group must be one that has parameters, and group {group} has none")
 
+    @torch.no_grad()
+    def diagnostics(self, power_iterations: int | None = None) -> dict[str, float]:
+        """Numbers to log, by name, of every group that has parameters on this rank.
+
+        Watching begins with the first call: `lodo.diagnostics` has what each number means and costs. A call every ten
+        steps is meant to be cheap, so the stretches of G are refined by one product with G every eighth call.
+
+        Args:
+            power_iterations: refine both stretches by so many products with G each, now.
+
+        Example:
+            >>> x = torch.nn.Parameter(torch.ones(3))
+            >>> opt = LODO([x], lr=0.5)
+            >>> x.grad = torch.tensor([3.0, 0.0, 4.0])
+            >>> opt.step()
+            >>> numbers = opt.diagnostics()
+            >>> round(numbers["group0/gradient_norm"], 6), round(numbers["group0/largest_stretch"], 6)
+            (5.0, 0.5)
+        """
+        if power_iterations is not None:
+            check_int("power_iterations", power_iterations, low=0)
+        numbers: dict[str, float] = {}
+        for i, group in enumerate(self.param_groups):
+            if self._counts[i]:
+                net, state = self._network(i), self._state(i)
+                if net.watch is None:
+                    net.watch = Watch(net.g.vector, net.s.vector, state["step"])
+                net.watch.look(partial(net.engine.apply, state["theta"]), power_iterations)
+                measured = diagnose(state, net.g.vector, net.s.vector, float(group["lr"]), net.watch, net.engine)
+                numbers.update({f"group{i}/{name}": value for name, value in measured.items()})
+        return {**numbers, "skipped_steps": float(self.skipped_steps)}
+
     @property
     def skipped_steps(self) -> int:
         """How many steps ``nonfinite="skip"`` has skipped."""
@@ -426,28 +559,40 @@ class LODO(Optimizer):
 
     # ------------------------------------------------------------ saving and loading
 
+    def state_dict(self) -> StateDict:
+        """The state as torch has it; of a sharded group, under a name that says which shard it is of."""
+        packed = super().state_dict()
+        for i, group in enumerate(packed["param_groups"]):
+            held = group["params"][self._holders[i]] if group["params"] else None
+            if held in packed["state"]:
+                packed["state"][held] = distributed.wrap(packed["state"][held], self._shards[i])
+        return packed
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state; refuse one that does not fit before anything changes.
 
         torch casts a state to its parameter's dtype, which would ruin theta in a bfloat16 model, and
         shares its tensors with ``state_dict``. Here tensors are copied in the network's own dtype.
         """
-        saved: StateDict = {}
-        networks: list[Network | None] = []
+        loads: list[_Load] = []
 
         def check(_: Optimizer, given: StateDict) -> None:
-            saved.update(given)
             with _lasting_tensors():
-                networks.extend(self._networks_for(given))
+                loads.extend(self._loads(given))
 
         def restore(_: Optimizer) -> None:
-            self._networks = list(networks)
-            for net, group, source in zip(networks, self.param_groups, saved["param_groups"], strict=True):
-                state = saved["state"].get(source["params"][0]) if net else None
+            self._networks = [load.net for load in loads]
+            for i, (group, (net, holder, state)) in enumerate(zip(self.param_groups, loads, strict=True)):
+                self._holders[i] = holder
+                known = [p for p in group["params"] if p in self.state]
+                for p in known:  # what torch has cast
+                    self.state.pop(p)
+                if state is not None:
+                    self.state.update({p: {} for p in known})
                 if net and state:
                     with _lasting_tensors():
                         moments = options.meta_optimizer(group).moments
-                        self.state[group["params"][0]] = net.restored(state, moments, group["moment_dtype"])
+                        self.state[self._holder(i)] = net.restored(state, moments, group["moment_dtype"])
 
         hooks = (
             self.register_load_state_dict_pre_hook(check),
@@ -459,12 +604,12 @@ class LODO(Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _networks_for(self, saved: StateDict) -> list[Network | None]:
-        """The networks that ``saved`` belongs to, or an error that says what differs."""
+    def _loads(self, saved: StateDict) -> list[_Load]:
+        """What each group takes from ``saved``, or an error that says what differs."""
         groups = saved["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"the state has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}")
-        networks: list[Network | None] = []
+        loads = []
         for i, (ours, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
             if len(theirs["params"]) != len(ours["params"]):
                 raise ValueError(
@@ -473,23 +618,47 @@ class LODO(Optimizer):
             for key in _ARCHITECTURE:
                 if theirs.get(key) != ours[key]:
                     raise ValueError(f"group {i} of the state has {key} = {theirs.get(key)!r}, ours is {ours[key]!r}")
-            if not self._counts[i]:
-                networks.append(None)
-                continue
-            net = self._drawn(i, theirs["seed"])
-            state = saved["state"].get(theirs["params"][0])
-            if state:
+            holder, state = self._own_state(i, theirs["params"], saved["state"])
+            net = self._drawn(i, theirs["seed"]) if self._counts[i] else None
+            if net and state:
                 net.check_state(state, options.meta_optimizer(theirs).moments, theirs["momentum"] == "learned", i)
-            networks.append(net)
-        return networks
+            loads.append(_Load(net, holder, state))
+        return loads
+
+    def _own_state(self, i: int, keys: list[Any], states: StateDict) -> tuple[int, dict[str, Any] | None]:
+        """Under which parameter group i's state was saved, and this rank's part of it; None if there is nothing."""
+        holder = next((j for j, key in enumerate(keys) if states.get(key)), None)
+        if holder is None:
+            if self._counts[i] and any(key in states for key in keys):
+                raise ValueError(
+                    f"group {i} of the state has entries for its parameters but nothing that was learned: it was lost "
+                    "on the way. torch's distributed checkpoints drop the state of a parameter that is frozen"
+                )
+            return self._holders[i], None
+        state = distributed.unwrap(states[keys[holder]], self._shards[i])
+        if state is None:
+            saved, ours = states[keys[holder]].get("shards", 1), self._shards[i]
+            problem = f"group {i} of the state was learned in {saved} shards, and this rank holds {ours.label}"
+            if self.on_reshard == "raise":
+                raise ValueError(
+                    f"{problem}: G cannot be divided anew. Load it on {saved} ranks, or pass on_reshard='restart' to "
+                    "start with a fresh G"
+                )
+            warnings.warn(f"{problem}: G starts afresh (on_reshard='restart')", stacklevel=6)
+            return self._holders[i], None
+        return holder, state
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("backend", "nonfinite", "save_activations", "_recipe", "_sizes", "_default", "_families", "_counts")
+        kept = (
+            "backend", "nonfinite", "check_sync_every", "on_reshard", "save_activations",
+            "_recipe", "_sizes", "_default", "_families", "_counts", "_shards", "_holders", "_unchecked",
+        )  # fmt: skip
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._networks = [None] * len(self.param_groups)
+        self._meshes = distributed.meshes(p for group in self.param_groups for p in group["params"])
 
 
 @contextmanager

@@ -77,7 +77,9 @@ def moment_dtype(given: torch.dtype | str | None, meta_optimizer: str, recipe: s
 def check(group: dict[str, Any]) -> None:
     """Each option of a group, by name."""
     lr, betas = group["lr"], group["meta_betas"]
-    check_real("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr, low=0.0)
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got {lr!r}")
+    check_real("lr", lr.item() if isinstance(lr, Tensor) else lr, low=0.0)
     check_real("meta_lr", group["meta_lr"], low=0.0)
     check_real("beta", group["beta"], low=0.0, high=1.0)
     check_real("weight_decay", group["weight_decay"], low=0.0)

@@ -159,11 +159,14 @@ class FusedMixing(Engine):
         B, m_, g_, out_, led_to_, M_, V_, past_ = w.arrays(theta, m, g, out, led_to, M, V, past)
         u = m_ if last is None else w.fed(m.numel())
         key = update_key(seed, t) if M.dtype == torch.bfloat16 else 0
-        after = w.run(
+        watched = self.watched and learning
+        after, norm = w.run(
             self._kernels[1], B, w.P, (u, m_, g_, past_, led_to_, out_), beta, w.scratch(), self._save, learning,
-            scale, meta.kind, M_, V_, meta.coefficients(t, meta_lr), key, w.weights, gate is not None,
+            scale, meta.kind, M_, V_, meta.coefficients(t, meta_lr), key, w.weights, watched, gate is not None,
             tuple(gate or Gate()),
         )  # fmt: skip
+        if watched:
+            self.hypergradient_norm, self.watched = norm, False
         w.end()
         gate = None if gate is None else Gate(*after)
         self._kept = _belonging(theta, m, last, gate)

@@ -75,12 +75,16 @@ def _up_and_down(theta, P, v, x, y, E, chunks, inputs, outputs, out):
 
 
 @njit(inline="always")
-def _learn(theta, P, u, g, x, y, E, Q, chunks, Pa, Pb, c, kept, scale, down_to, kind, M, V, numbers, key, weights):
+def _learn(
+    theta, P, u, g, x, y, E, Q, chunks, Pa, Pb, c, kept, scale, down_to, kind, M, V, numbers, key, weights, watched
+):  # fmt: skip
     """Go up with g, then down from d_N = Gt g, updating each layer's theta on the way.
 
     Unless they were kept, go up with u for Pa too, and down from c_N = Gt u at the same time.
-    Layers below ``down_to`` are not gone through to the end: x or y is G g if that is -1, and is returned.
+    Layers below ``down_to`` are not gone through to the end: x or y is G g if that is -1, and is returned,
+    with the hypergradient's sum of squares over scale^2 if that is ``watched``.
     """
+    squares = 0.0
     N = theta.shape[0]
     turns = c.shape[0]
     if not kept:
@@ -93,12 +97,14 @@ def _learn(theta, P, u, g, x, y, E, Q, chunks, Pa, Pb, c, kept, scale, down_to, 
         c_target = c[(i - 1) % turns].reshape(-1)
         c_i = c[i % turns]
         rms = 0.0
-        if kind == SCHEDULE_FREE:
+        if kind == SCHEDULE_FREE or watched:
             Q[:] = 0
             for j in prange(chunks.size - 1):
                 for t in range(chunks[j], chunks[j + 1]):
                     add_squares(d[t], Pa[i, t], c_i[t], Pb[i, t], Q[j])
-            rms = abs(scale) * np.sqrt(total(Q) / weights)
+            layer = total(Q)
+            squares += layer
+            rms = abs(scale) * np.sqrt(layer / weights)
         bits = layer_key(key, i)
         for j in prange(chunks.size - 1):
             for t in range(chunks[j], chunks[j + 1]):
@@ -112,7 +118,7 @@ def _learn(theta, P, u, g, x, y, E, Q, chunks, Pa, Pb, c, kept, scale, down_to, 
                     kind, theta[i, t], M[i, t], V[i, t], d[t], Pa[i, t], c_i[t], Pb[i, t], scale, numbers, rms, bits,
                     t * theta[i, t].size,
                 )  # fmt: skip
-    return (z if N % 2 == 1 else w).reshape(-1)
+    return (z if N % 2 == 1 else w).reshape(-1), squares
 
 
 def apply(theta, P, v, work, out):
@@ -121,20 +127,24 @@ def apply(theta, P, v, work, out):
     _up_and_down(theta, P, v, x, y, E, chunks, Pb, Pb, out)
 
 
-def advance(theta, P, vectors, beta, work, kept, learning, scale, kind, M, V, numbers, key, weights, gated, gate):
+def advance(
+    theta, P, vectors, beta, work, kept, learning, scale, kind, M, V, numbers, key, weights, watched, gated, gate
+):  # fmt: skip
     """Learn from where the last step led, m = beta m + (1 - beta) g, out = G u; keep Pa and c for next time.
 
-    Returns the gate: u = m, or (1 - w) g + w m if it is learned.
+    Returns the gate (u = m, or (1 - w) g + w m if it is learned) and the hypergradient's norm if that is ``watched``.
     """
+    squares = 0.0
     x, y, E, Q, chunks, Pa, Pb, c = work
     u, m, g, last, led_to, out = vectors
     if learning:
         down_to = -1 if gated else 0
-        Gg = _learn(
-            theta, P, u, led_to, x, y, E, Q, chunks, Pa, Pb, c, kept, scale, down_to, kind, M, V, numbers, key, weights
-        )
+        Gg, squares = _learn(
+            theta, P, u, led_to, x, y, E, Q, chunks, Pa, Pb, c, kept, scale, down_to, kind, M, V, numbers, key, weights,
+            watched,
+        )  # fmt: skip
         if gated:
             gate = learn_gate(gate, scale, Gg, m, last)
     feed(u, m, g, last, beta, gated, gate)
     _up_and_down(theta, P, u, x, y, E, chunks, Pa, c, out)
-    return gate
+    return gate, abs(scale) * np.sqrt(squares)

@@ -133,12 +133,14 @@ def _up_and_down(theta, q, v, a, c, E, chunks, out):
 
 
 @njit(inline="always")
-def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights):
+def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights, watched):
     """Go up with g, then down from d_N = Gt g, updating each layer's theta on the way.
 
     Unless they were kept, go up with u for a too, and down from c_N = Gt u at the same time.
-    The last d, G g in d[0], is not computed if ``down_to`` is 0.
+    The last d, G g in d[0], is not computed if ``down_to`` is 0. Returns the hypergradient's sum of squares over
+    scale^2 if that is ``watched``.
     """
+    squares = 0.0
     N, rows, blocks = theta.shape[0], c.shape[0], c.shape[1] // E.shape[2]
     if not kept:
         _up(theta, q, u, a, E, chunks)
@@ -149,7 +151,7 @@ def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind,
         d_i, d_target = d[(i + 1) % 2], d[i % 2]
         c_i, c_target = c[(i + 1) % rows], c[i % rows]
         rms = 0.0
-        if kind == SCHEDULE_FREE:
+        if kind == SCHEDULE_FREE or watched:
             Q[:] = 0
             for j in prange(chunks.size - 1):
                 for t in range(chunks[j], chunks[j + 1]):
@@ -158,7 +160,9 @@ def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind,
                     _read_runs(a[i], blocks, t, E[j, 2])
                     _read_runs(b[i], blocks, t, E[j, 3])
                     add_squares(E[j, 0], E[j, 2], E[j, 1], E[j, 3], Q[j])
-            rms = abs(scale) * np.sqrt(total(Q) / weights)
+            layer = total(Q)
+            squares += layer
+            rms = abs(scale) * np.sqrt(layer / weights)
         bits = layer_key(key, i)
         for j in prange(chunks.size - 1):
             for t in range(chunks[j], chunks[j + 1]):
@@ -177,6 +181,7 @@ def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind,
                     kind, B, M[i, t], V[i, t], E[j, 0], E[j, 2], E[j, 1], E[j, 3], scale, numbers, rms, bits,
                     t * B.size,
                 )  # fmt: skip
+    return squares
 
 
 def apply(theta, q, v, work, out):
@@ -185,13 +190,19 @@ def apply(theta, q, v, work, out):
     _up_and_down(theta, q, v, b, b, E, chunks, out)
 
 
-def advance(theta, q, vectors, beta, work, kept, learning, scale, kind, M, V, numbers, key, weights, gated, gate):
+def advance(
+    theta, q, vectors, beta, work, kept, learning, scale, kind, M, V, numbers, key, weights, watched, gated, gate
+):  # fmt: skip
     """As `lodo.kernels.permuted.advance`."""
+    squares = 0.0
     a, b, c, d, E, Q, chunks = work
     u, m, g, last, led_to, out = vectors
     if learning:
         down_to = -1 if gated else 0
-        _learn(theta, q, u, led_to, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights)
+        squares = _learn(
+            theta, q, u, led_to, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights,
+            watched,
+        )  # fmt: skip
         if gated:
             _leave(d[0], q, out)  # G g, for a moment
             gate = learn_gate(gate, scale, out, m, last)
@@ -200,4 +211,4 @@ def advance(theta, q, vectors, beta, work, kept, learning, scale, kind, M, V, nu
         _up_and_down(theta, q, u, a, c, E, chunks, out)
     else:
         _up_and_down(theta, q, u, c, d, E, chunks, out)
-    return gate
+    return gate, abs(scale) * np.sqrt(squares)

@@ -1,4 +1,4 @@
-"""The command line: ``lodo run NAME``, ``lodo tune TASK``."""
+"""The command line: ``lodo run NAME``, ``lodo tune TASK``, ``lodo theory NAME``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from optuna.exceptions import OptunaError
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lodo._checks import check_choice
@@ -31,6 +31,8 @@ from lodo.lab.tuning.outcome import conduct as conduct_search
 from lodo.lab.tuning.report import write
 from lodo.lab.tuning.search import SAMPLERS, plan
 from lodo.lab.tuning.study import without_password
+from lodo.theory.all import THEORY
+from lodo.theory.report import write as write_finding
 
 app = typer.Typer(
     help="LODO's laboratory: the paper's experiments, each in one command.",
@@ -253,6 +255,31 @@ def tune(
             highlight=False,
             soft_wrap=True,
         )
+
+
+@app.command(no_args_is_help=True)
+def theory(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(THEORY)}, or all.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller cases: all of it in about a minute.")] = False,
+    seed: Annotated[int, typer.Option(help="Draws matrices, noise and permutations.", min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for numbers, words and figures.")] = Path("results"),
+) -> None:
+    """Check the paper's theory by computation: what holds, under which conditions, and where it stops holding."""
+    console = Console()
+    with _errors_in_words(console, "what was finished is kept"):
+        check_choice("NAME", name, (*THEORY, "all"))
+        held, parts = True, list(THEORY) if name == "all" else [name]
+        columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("", total=len(parts))
+            for each in parts:
+                bar.update(task, description=f"computing {each}")
+                finding = THEORY[each](quick=quick, seed=seed)
+                write_finding(finding, out / "theory" / each, {"quick": quick, "seed": seed}, bar.console)
+                bar.advance(task)
+                held = held and all(claim.holds for claim in finding.claims)
+        if not held:
+            raise ValueError("a claim does not hold; see above")
 
 
 @app.command(no_args_is_help=True)

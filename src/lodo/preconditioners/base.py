@@ -8,6 +8,7 @@ is applied by the optimizer, after preconditioning.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
@@ -107,6 +108,8 @@ class Engine:
     def __init__(self, family: Preconditioner, P: Tensor) -> None:
         self.family = family
         self.P = P
+        self.watched = False  # set it to have the norm of the next hypergradient
+        self.hypergradient_norm = math.nan
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
         """``G(theta) v``, leaving no trace."""
@@ -139,6 +142,8 @@ class Engine:
             if gate and last is not None:
                 slope = lesson.led_to.dot(self.family.apply(theta, P, m - last))
             h = self.family.hypergradient(theta, P, fed(m, last, gate), lesson.led_to).mul_(lesson.scale)
+            if self.watched:
+                self.hypergradient_norm, self.watched = self.norm(h), False
             meta.update(theta, h, lesson.moments, lesson.t, lesson.meta_lr, self.family.layers(n), lesson.seed)
             gate = gate and gate.learn(lesson.scale * float(slope))
         m.lerp_(g, 1 - beta)

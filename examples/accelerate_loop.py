@@ -1,0 +1,57 @@
+"""LODO in a loop of one's own with Accelerate: `python examples/accelerate_loop.py`, again with `--resume` to go on.
+
+`prepare` wraps LODO like any optimizer, accumulation and clipping included; `save_state` holds its state. With
+`accelerate launch` the same file trains on several processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lodo import LODO
+
+
+def train(epochs: int, folder: Path, resume: bool = False) -> tuple[nn.Module, float]:
+    """Train for ``epochs`` in all, from the state in ``folder`` if ``resume``; the model and its last loss."""
+    set_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    x = torch.randn(256, 4)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+    opt = LODO(model.parameters(), lr=0.1, recipe="robust")
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 0.5, total_iters=5)
+    data = DataLoader(TensorDataset(x, torch.sin(x).sum(1, keepdim=True)), batch_size=64)
+    model, opt, data, schedule = accelerator.prepare(model, opt, data, schedule)
+    start = 0
+    if resume:
+        accelerator.load_state(str(folder))
+        start = int((folder / "epoch.txt").read_text())
+    for _ in range(start, epochs):
+        for inputs, targets in data:
+            with accelerator.accumulate(model):
+                loss = (model(inputs) - targets).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                opt.step()
+                schedule.step()
+                opt.zero_grad()
+    accelerator.save_state(str(folder))
+    (folder / "epoch.txt").write_text(str(epochs))
+    return accelerator.unwrap_model(model), float(loss.detach())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--folder", type=Path, default=Path("results/accelerate"))
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    _, last = train(options.epochs, options.folder, options.resume)
+    print(f"loss {last:.4f}, state in {options.folder}")

@@ -1,0 +1,44 @@
+"""Watching LODO in TensorBoard: `python examples/tensorboard_diagnostics.py; tensorboard --logdir results/tensorboard`.
+
+`opt.diagnostics()` is a flat dict of numbers. W&B takes the same dict: `wandb.log(opt.diagnostics(), step=t)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+from lodo import LODO
+
+
+def train(steps: int, folder: Path, every: int = 10) -> dict[str, float]:
+    """Train for ``steps``, log every so many, and return the last numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+    opt = LODO(model.parameters(), lr=0.1, recipe="robust", nonfinite="skip")
+    numbers = opt.diagnostics()
+    with SummaryWriter(str(folder)) as writer:
+        for t in range(1, steps + 1):
+            x = torch.randn(64, 4)
+            loss = (model(x) - torch.sin(x).sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            if t % every == 0:
+                numbers = {"loss": float(loss.detach()), **opt.diagnostics()}
+                for name, value in numbers.items():
+                    writer.add_scalar(name, value, t)
+    return numbers
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--folder", type=Path, default=Path("results/tensorboard"))
+    options = parser.parse_args()
+    for name, value in train(options.steps, options.folder).items():
+        print(f"{name:28} {value:.4g}")

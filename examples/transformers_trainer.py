@@ -1,0 +1,67 @@
+"""LODO in the Trainer of Transformers: `python examples/transformers_trainer.py`, again with `--resume` to go on.
+
+`optimizer_cls_and_kwargs` lets the Trainer make LODO itself, with one group for weights that decay and one for the
+rest; its checkpoints hold LODO's state. The model, a tiny GPT-2 that learns to count, starts from scratch: nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+from lodo import LODO
+
+
+class Counting(Dataset[dict[str, torch.Tensor]]):
+    """Sequences such as 7 8 9 0 1 2 3 4."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(8) + i) % 10
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def train(steps: int, folder: Path, save_every: int = 10, resume: bool = False, warmup: int = 2) -> Trainer:
+    """Train for ``steps`` in all, from the last checkpoint in ``folder`` if ``resume``."""
+    set_seed(0)
+    config = GPT2Config(vocab_size=10, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=16,
+        learning_rate=0.3,
+        weight_decay=0.01,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=warmup,
+        save_steps=save_every,
+        logging_steps=save_every,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        GPT2LMHeadModel(config),
+        arguments,
+        train_dataset=Counting(),
+        optimizer_cls_and_kwargs=(LODO, {"lr": arguments.learning_rate, "recipe": "robust"}),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--folder", type=Path, default=Path("results/transformers"))
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    done = train(options.steps, options.folder, resume=options.resume)
+    print(f"loss {done.state.log_history[-1]['train_loss']:.4f}, checkpoints in {options.folder}")

@@ -1,0 +1,66 @@
+"""What every part of the theory returns: claims with their evidence, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+Matrix = np.ndarray
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper and what the numbers say.
+
+    Args:
+        text: the statement, in a sentence.
+        holds: whether it did, everywhere it was checked within its conditions.
+        evidence: the figures that show it.
+        limits: where it stops holding, or what it does not say; may be empty.
+    """
+
+    text: str
+    holds: bool
+    evidence: str
+    limits: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of the theory: its claims, its numbers and its figures, by file name."""
+
+    name: str
+    title: str
+    claims: tuple[Claim, ...]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+
+def rotation(n: int, rng: np.random.Generator) -> Matrix:
+    """A random orthogonal matrix.
+
+    >>> U = rotation(3, np.random.default_rng(0))
+    >>> bool(np.allclose(U @ U.T, np.eye(3)))
+    True
+    """
+    q, r = np.linalg.qr(rng.standard_normal((n, n)))
+    return np.asarray(q * np.sign(np.diag(r)))
+
+
+def symmetric(spectrum: np.ndarray, rng: np.random.Generator) -> Matrix:
+    """A symmetric matrix with these eigenvalues in random directions."""
+    U = rotation(len(spectrum), rng)
+    return np.asarray((U * spectrum) @ U.T)
+
+
+def slope(x: np.ndarray, y: np.ndarray) -> float:
+    """Of y over x on logarithmic scales: the power that fits.
+
+    >>> round(slope(np.array([1.0, 2.0, 4.0]), np.array([3.0, 12.0, 48.0])), 6)
+    2.0
+    """
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])

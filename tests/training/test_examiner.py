@@ -1,0 +1,329 @@
+"""PyTorch's own way of examining an optimizer: an `OptimizerInfo`, put through what torch asks of each of its own.
+
+torch ships the description of optimizers and the machinery (`torch.testing._internal.common_optimizers`), not the tests
+that use it; those below ask the same questions, in the same terms. EXCLUDED has the questions that do not apply.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from unittest import SkipTest
+
+import torch
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_optimizers import (
+    ErrorOptimizerInput,
+    OptimizerErrorEnum,
+    OptimizerInfo,
+    OptimizerInput,
+    _get_optim_inputs_including_global_cliquey_kwargs,
+    get_error_inputs_for_all_optims,
+    optims,
+)
+from torch.testing._internal.common_utils import TestCase
+
+from lodo import LODO
+
+EXCLUDED = {
+    "foreach, fused and differentiable variants agree": "LODO has none of the three flags: groups are flat vectors",
+    "peak memory of foreach": "as above; tests/test_memory.py bounds LODO's memory",
+    "capturable on CUDA graphs": "a step reads numbers back to the host, so it cannot be captured",
+    "sparse gradients": "refused with an error: the preconditioner mixes all coordinates (asked in test_errors)",
+    "state on CUDA for parameters on the CPU": "this machine has no CUDA",
+    "older state dicts of before maximize or foreach": "there is no older release of LODO",
+    "a step that is a tensor, or not": "LODO's step is a plain int and never was a tensor",
+    "fused optimizers under GradScaler": "LODO takes unscaled gradients as most do: test_loops.py",
+    "default dtype with foreach": "no foreach; LODO's dtype is that of its parameters",
+}
+
+
+def inputs(device, dtype=None):
+    def one(desc, **options):
+        return OptimizerInput(params=None, kwargs={"depth": 4, "backend": "reference", **options}, desc=desc)
+
+    return [
+        OptimizerInput(params=None, kwargs={"lr": 0.05}, desc="default"),
+        one("non-default lr", lr=0.01),
+        one("tensor lr", lr=torch.tensor(0.01)),
+        one("no momentum", lr=0.02, beta=0.0),
+        one("non-zero weight_decay", lr=0.02, weight_decay=0.1),
+        one("maximize", lr=0.02, weight_decay=0.1, maximize=True),
+        one("robust", lr=0.02, recipe="robust"),
+        one("schedule-free", lr=0.02, meta_optimizer="schedule-free"),
+        one("diagonal", lr=0.02, preconditioner="diagonal", depth=None),
+    ]
+
+
+def error_inputs(device, dtype):
+    x = Parameter(torch.zeros(2, device=device, dtype=dtype))
+    sparse = Parameter(torch.zeros(2, device=device, dtype=dtype))
+    sparse.grad = torch.ones_like(sparse).detach().to_sparse()
+
+    def one(params, desc, regex, kind=ValueError, on=OptimizerErrorEnum.CONSTRUCTION_ERROR, **options):
+        given = OptimizerInput(params=params, kwargs=options, desc=desc)
+        return ErrorOptimizerInput(given, error_on=on, error_type=kind, error_regex=regex)
+
+    return [
+        *get_error_inputs_for_all_optims(device, dtype),
+        one([x], "negative lr", "lr must be a finite number", lr=-1.0),
+        one([x], "beta of 1", "beta must be a finite number", beta=1.0),
+        one([x], "unknown family", "preconditioner must be", preconditioner="magic"),
+        one([x], "check_sync_every of 0", "check_sync_every must be an integer >= 1, got 0", check_sync_every=0),
+        one([x], "unknown on_reshard", "on_reshard must be one of 'raise', 'restart', got 'x'", on_reshard="x"),
+        one([sparse], "sparse", "does not support sparse", RuntimeError, OptimizerErrorEnum.STEP_ERROR),
+    ]
+
+
+INFO = OptimizerInfo(
+    LODO,
+    optim_inputs_func=inputs,
+    optim_error_inputs_func=error_inputs,
+    scheduler_inputs=(
+        [lambda opt: StepLR(opt, gamma=0.9, step_size=10)],
+        [lambda opt: ExponentialLR(opt, gamma=0.99), lambda opt: ReduceLROnPlateau(opt)],
+        [lambda opt: LinearLR(opt, start_factor=0.4, total_iters=4), lambda opt: CosineAnnealingLR(opt, T_max=40)],
+    ),
+    supported_impls=(),
+    not_og_supported_flags=(),
+    supports_sparse=False,
+    supports_multiple_devices=False,
+)
+
+
+def made(settings: OptimizerInput, params) -> LODO:
+    return LODO(params, **copy.deepcopy(settings.kwargs))
+
+
+def points(device, dtype) -> list[Parameter]:
+    torch.manual_seed(0)
+    return [Parameter(torch.randn(shape, device=device, dtype=dtype)) for shape in ((3, 2), (4,), ())]
+
+
+def advance(opt: LODO, params: list[Parameter], steps: int = 1, seed: int = 0) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=rng, dtype=p.dtype)
+        opt.step()
+
+
+class TestExaminer(TestCase):
+    """What torch asks of its own optimizers."""
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_errors(self, device, dtype, optim_info):
+        for case in optim_info.optim_error_inputs_func(device, dtype):
+            given = case.optimizer_error_input
+            params = [Parameter(torch.randn(1, device=device))] if given.params is None else given.params
+            if case.error_on == OptimizerErrorEnum.STEP_ERROR:
+                with self.assertRaisesRegex(case.error_type, case.error_regex):
+                    LODO(params, **given.kwargs).step()
+            elif issubclass(case.error_type, Warning):
+                with self.assertWarnsRegex(case.error_type, case.error_regex):
+                    LODO(params, **given.kwargs)
+            else:
+                with self.assertRaisesRegex(case.error_type, case.error_regex):
+                    LODO(params, **given.kwargs)
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_there_are_no_other_implementations(self, device, dtype, optim_info):
+        """None of torch's global flags (foreach, fused, differentiable) multiplies the configurations."""
+        found = _get_optim_inputs_including_global_cliquey_kwargs(device, dtype, optim_info)
+        self.assertEqual([x.desc for x in found], [x.desc for x in optim_info.optim_inputs_func(device)])
+
+    @optims([INFO], dtypes=[torch.float32, torch.float64])
+    def test_it_goes_the_right_way_with_every_scheduler(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            for schedulers in ((), *optim_info.scheduler_inputs):
+                torch.manual_seed(1)
+                weight = Parameter(torch.randn(2, 3, device=device, dtype=dtype))
+                bias = Parameter(torch.randn(2, device=device, dtype=dtype))
+                x = torch.randn(3, device=device, dtype=dtype)
+                opt = made(settings, [weight, bias])
+                chain = [make(opt) for make in schedulers]
+                values = []
+                for _ in range(15):
+                    opt.zero_grad()
+                    loss = (weight @ x + bias).square().sum()
+                    values.append(loss.item())
+                    loss.backward()
+                    opt.step()
+                    for scheduler in chain:
+                        scheduler.step(*([values[-1]] if isinstance(scheduler, ReduceLROnPlateau) else []))
+                if settings.kwargs.get("maximize"):
+                    self.assertGreater(values[-1], values[0])
+                else:
+                    self.assertLess(values[-1], values[0])
+
+    @optims([INFO], dtypes=[torch.float64])
+    def test_param_groups_have_their_own_lr_and_weight_decay(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            a, b = points(device, dtype)[:2]
+            groups = [{"params": [a], "lr": 0.0}, {"params": [b], "weight_decay": 0.25}]
+            opt = made(settings, groups)
+            before = [p.detach().clone() for p in (a, b)]
+            a.grad, b.grad = torch.ones_like(a), torch.zeros_like(b)
+            opt.step()
+            self.assertEqual(a, before[0], rtol=0, atol=0)
+            lr = float(settings.kwargs["lr"])
+            self.assertEqual(b, (1 - 0.25 * lr) * before[1])
+            self.assertEqual(opt.param_groups[0].keys(), opt.param_groups[1].keys())
+
+    @optims([INFO], dtypes=[torch.complex64, torch.complex128])
+    def test_complex_parameters_are_pairs_of_reals(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            z = points(device, dtype)
+            pairs = [Parameter(torch.view_as_real(p.detach()).clone()) for p in z]
+            complex_, real = made(settings, z), made(settings, pairs)
+            for t in range(4):
+                advance_by = [torch.randn_like(p, requires_grad=False) for p in z]
+                for p, q, g in zip(z, pairs, advance_by, strict=True):
+                    p.grad, q.grad = g.detach(), torch.view_as_real(g.detach()).clone()
+                complex_.step()
+                real.step()
+                self.assertEqual([torch.view_as_real(p.detach()) for p in z], pairs, msg=f"{settings.desc}, {t}")
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_a_step_without_gradients_is_none(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            params = points(device, dtype)
+            opt = made(settings, params)
+            before = copy.deepcopy(params)
+            opt.step()
+            self.assertEqual(params, before, rtol=0, atol=0)
+            self.assertEqual(len(opt.state), 0)
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_zero_gradients_move_nothing_but_decay(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            params = points(device, dtype)
+            opt = made(settings, params)
+            before = copy.deepcopy(params)
+            for p in params:
+                p.grad = torch.zeros_like(p)
+            opt.step()
+            self.assertEqual(
+                all(map(torch.equal, params, before)), not settings.kwargs.get("weight_decay"), msg=settings.desc
+            )
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_it_can_be_printed(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            opt = made(settings, points(device, dtype))
+            text = str(opt)
+            self.assertTrue(all(f"{key}:" in text for key in opt.param_groups[0] if key != "params"))
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_a_loaded_state_goes_on_in_the_same_way(self, device, dtype, optim_info):
+        """State dicts as they are, through a file with weights_only, to named parameters and back."""
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            params = points(device, dtype)
+            opt = made(settings, params)
+            advance(opt, params, 3)
+            state = copy.deepcopy(opt.state_dict())
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            buffer.seek(0)
+            for saved in (state, torch.load(buffer, weights_only=True)):
+                for named in (False, True):
+                    twins = copy.deepcopy(params)
+                    given = [(f"x{j}", p) for j, p in enumerate(twins)] if named else twins
+                    other = made(settings, given)
+                    other.load_state_dict(copy.deepcopy(saved))
+                    self.assertEqual(other.state_dict()["state"], saved["state"], rtol=0, atol=0)
+                    original = copy.deepcopy((params, opt))
+                    advance(original[1], original[0], 3, seed=1)
+                    advance(other, twins, 3, seed=1)
+                    self.assertEqual(original[0], twins, rtol=0, atol=0)
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_runs_are_deterministic(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            runs = [points(device, dtype) for _ in range(2)]
+            for params in runs:
+                advance(made(settings, params), params, 4)
+            self.assertEqual(*runs, rtol=0, atol=0)
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_deepcopy_copies_all_public_attributes(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            params = points(device, dtype)
+            opt = made(settings, params)
+            advance(opt, params, 2)
+            twin = copy.deepcopy(opt)
+            public = sorted(name for name in vars(opt) if not name.startswith("_"))
+            self.assertEqual(sorted(name for name in vars(twin) if not name.startswith("_")), public)
+            # parameters differ, and torch adds flags that it once did not have to the defaults of a copy
+            for name in set(public) - {"state", "param_groups", "defaults"}:
+                self.assertEqual(getattr(opt, name), getattr(twin, name), rtol=0, atol=0, msg=name)
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_the_state_is_not_empty_after_a_step(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            params = points(device, dtype)
+            opt = made(settings, params)
+            advance(opt, params)
+            self.assertEqual(set(opt.state), set(params))
+            self.assertIn("step", opt.state[params[0]])
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_hooks(self, device, dtype, optim_info):
+        settings = optim_info.optim_inputs_func(device, dtype)[1]
+        params, log = points(device, dtype), []
+        opt = made(settings, params)
+        handles = [
+            opt.register_step_pre_hook(lambda o, args, kwargs: log.append("pre")),
+            opt.register_step_post_hook(lambda o, args, kwargs: log.append("post")),
+            register_optimizer_step_pre_hook(lambda o, args, kwargs: log.append("all pre")),
+            register_optimizer_step_post_hook(lambda o, args, kwargs: log.append("all post")),
+            opt.register_state_dict_pre_hook(lambda o: log.append("saving")),
+            opt.register_state_dict_post_hook(lambda o, state: log.append("saved")),
+            opt.register_load_state_dict_pre_hook(lambda o, state: log.append("loading")),
+            opt.register_load_state_dict_post_hook(lambda o: log.append("loaded")),
+        ]
+        advance(opt, params)
+        opt.load_state_dict(opt.state_dict())
+        expected = ["all pre", "pre", "post", "all post", "saving", "saved", "loading", "loaded"]
+        self.assertEqual(log, expected)
+        for handle in handles:
+            handle.remove()
+        advance(opt, params)
+        opt.load_state_dict(opt.state_dict())
+        self.assertEqual(log, expected)
+
+    @optims([INFO], dtypes=[torch.float64])
+    def test_a_tensor_lr_is_a_number(self, device, dtype, optim_info):
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            numbers, tensors = points(device, dtype), points(device, dtype)
+            lr = float(settings.kwargs["lr"])
+            a = LODO(numbers, **{**settings.kwargs, "lr": lr})
+            b = LODO(tensors, **{**settings.kwargs, "lr": torch.tensor(lr, dtype=dtype)})
+            advance(a, numbers, 3)
+            advance(b, tensors, 3)
+            self.assertEqual(numbers, tensors, rtol=0, atol=0)
+            self.assertIsInstance(b.param_groups[0]["lr"], torch.Tensor)
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_a_state_moves_with_its_parameters_to_another_device(self, device, dtype, optim_info):
+        if not torch.cuda.is_available():
+            raise SkipTest("needs CUDA")
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            params = points(device, dtype)
+            opt = made(settings, params)
+            advance(opt, params, 2)
+            moved = [Parameter(p.detach().cuda()) for p in params]
+            other = LODO(moved, **{**settings.kwargs, "backend": "auto"})
+            other.load_state_dict(opt.state_dict())
+            tensors = [x for x in other.state[moved[0]].values() if isinstance(x, torch.Tensor)]
+            self.assertTrue(all(x.is_cuda for x in tensors))
+
+
+instantiate_device_type_tests(TestExaminer, globals(), only_for=("cpu",))
+
+
+def test_exclusions_are_justified_in_one_line():
+    assert all(reason and "\n" not in reason for reason in EXCLUDED.values())

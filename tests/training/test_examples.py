@@ -1,0 +1,74 @@
+"""The examples run, and a run that was interrupted and resumed by the framework ends where a straight one does."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# frameworks warn about themselves: few workers, releases to come
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def alike(a, b):
+    return all(map(torch.equal, a.parameters(), b.parameters()))
+
+
+def test_lightning(tmp_path):
+    example = load("lightning_module")
+    straight = example.train(4, tmp_path / "straight")
+    half = example.train(2, tmp_path / "resumed")
+    resumed = example.train(4, tmp_path / "resumed", resume=True)
+    assert straight.trainer.global_step == resumed.trainer.global_step == 8
+    assert alike(straight, resumed)
+    assert not alike(half, resumed)
+    assert straight.trainer.optimizers[0]._state(0)["step"] == resumed.trainer.optimizers[0]._state(0)["step"] == 8
+
+
+def test_transformers(tmp_path):
+    example = load("transformers_trainer")
+    straight = example.train(6, tmp_path / "straight", save_every=3)
+    example.train(3, tmp_path / "resumed", save_every=3)
+    resumed = example.train(6, tmp_path / "resumed", save_every=3, resume=True)
+    assert alike(straight.model, resumed.model)
+    opt = resumed.optimizer.optimizer
+    assert isinstance(opt, example.LODO)
+    assert [group["weight_decay"] for group in opt.param_groups] == [0.01, 0.0]
+    assert [opt._state(i)["step"] for i in (0, 1)] == [6, 6]
+    losses = [entry["loss"] for entry in straight.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+
+
+def test_accelerate(tmp_path):
+    example = load("accelerate_loop")
+    straight, loss = example.train(4, tmp_path / "straight")
+    half, before = example.train(2, tmp_path / "resumed")
+    resumed, again = example.train(4, tmp_path / "resumed", resume=True)
+    assert alike(straight, resumed)
+    assert not alike(half, resumed)
+    assert again == loss < before
+
+
+def test_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    numbers = load("tensorboard_diagnostics").train(20, tmp_path)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(numbers)
+    assert [event.step for event in events.Scalars("group0/largest_stretch")] == [10, 20]
+    for name, value in numbers.items():
+        assert math.isfinite(value)
+        assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
