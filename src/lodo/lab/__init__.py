@@ -2,3 +2,21 @@
 
 It needs the extra ``lodo[lab]``. The library below it never imports it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lodo.lab.comparing import compare as compare
+
+__all__ = ["compare"]
+
+
+def __getattr__(name: str) -> Any:
+    """`compare` when it is asked for: importing a part of the laboratory does not import all of it."""
+    if name == "compare":
+        from lodo.lab.comparing import compare
+
+        return compare
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

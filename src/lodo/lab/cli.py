@@ -1,4 +1,4 @@
-"""The command line: ``lodo run NAME``, ``lodo tune TASK``, ``lodo theory NAME``."""
+"""The command line: ``lodo run``, ``compare``, ``tune``, ``theory``, ``report`` and a few more."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from lodo.lab.baselines import BASELINES
 from lodo.lab.baselines.l2l import EPISODES, train
 from lodo.lab.baselines.weights import save_weights
 from lodo.lab.calls import parse_options
+from lodo.lab.comparing import write_comparison
 from lodo.lab.conduct import conduct
 from lodo.lab.data import DIGITS_DIGEST, using
 from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.experiments.comparison import Comparison
 from lodo.lab.experiments.mnist import draw_images, grid
 from lodo.lab.report.figures import save_picture
+from lodo.lab.report.found import find
+from lodo.lab.report.page import write_page
+from lodo.lab.report.sections import parts
 from lodo.lab.run import read_weights, threads
 from lodo.lab.sweep import RunError
 from lodo.lab.tasks import TASKS
@@ -280,6 +285,83 @@ def theory(
                 held = held and all(claim.holds for claim in finding.claims)
         if not held:
             raise ValueError("a claim does not hold; see above")
+
+
+@app.command(no_args_is_help=True)
+def compare(
+    task_name: Annotated[str, typer.Argument(metavar="TASK", help=f"One of {', '.join(TASKS)}.")],
+    optimizers: Annotated[
+        str, typer.Option(help="Which ones, with options: 'lodo(lr=0.1), torch.AdamW(lr=0.1)'; as for `lodo run`.")
+    ] = Comparison.optimizers,
+    page: Annotated[Path, typer.Option("--page", "-o", help="The HTML page to write.")] = Path("compare.html"),
+    steps: Annotated[
+        int | None, typer.Option(help="Evaluations of the loss and its gradient per run. Default: 1,000.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="End every run after so much training time, instead of --steps.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs per optimizer. Default: 3.")] = None,
+    task: Annotated[str | None, typer.Option(help="Options of the task, such as 'n=200, condition=1e4'.")] = None,
+    hyperparameters: Annotated[
+        Path | None, typer.Option(help="TOML file with hyperparameters, as for `lodo run`.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder with data sets, or 'digits', as for `lodo run`.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for curves, tables and figures.")] = Path("results"),
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; 0 works in this one, without Dask. Default: one a core.")
+    ] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
+    ] = None,
+) -> None:
+    """Compare optimizers of your choice on one task, and write one HTML page with tables and interactive curves.
+
+    For a task of your own see lodo.lab.compare.
+    """
+    console = Console()
+    kept = "finished runs and checkpoints are kept: the same command continues from here"
+    with _errors_in_words(console, kept), using(data):
+        check_choice("TASK", task_name, tuple(TASKS))
+        experiment = Comparison(task_name)
+        request = experiment.request(
+            evaluations=steps,
+            seconds=seconds,
+            seeds=seeds,
+            choices=experiment.parse(optimizers),
+            task_options=_options(task),
+            hyperparameters=hyperparameters,
+        )
+        conduct(experiment, request, out, workers=workers, scheduler=scheduler, console=console)
+        write_comparison(find(experiment, out), page, out, console)
+
+
+@app.command(no_args_is_help=True)
+def report(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="The folder of results, as --out of `lodo run`.")],
+    page: Annotated[Path, typer.Option("--page", "-o", help="The HTML page to write.")] = Path("report.html"),
+) -> None:
+    """One HTML page of everything in a folder of results: tables, interactive curves, pictures, theory, commands.
+
+    The page needs no network and no other file. What is missing says which command makes it.
+    """
+    console = Console()
+    with _errors_in_words(console, "nothing was written"):
+        if not runs.is_dir():
+            raise ValueError(f"RUNS must be a folder of results, got {str(runs)!r}")
+        with Progress(console=console) as progress:
+            waiting = parts(runs)
+            bar = progress.add_task("reading", total=len(waiting))
+            sections = []
+            for name, read in waiting:
+                progress.update(bar, description=f"reading {name}")
+                sections.append(read())
+                progress.advance(bar)
+        there = [section for section in sections if section is not None]
+        write_page(page, "LODO: the reproduction on one page", there, f"From the folder {runs}.")
+        size = page.stat().st_size / 1e6
+    shown = sum(not section.empty for section in there)
+    words = f"{shown} of {len(there)} parts are there; page: {page} ({size:.1f} MB)"
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(no_args_is_help=True)

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 FORMAT = 2  # part of every run's address: raise it when the same settings begin to mean another curve
 _BREATH = 0.25  # seconds between looks at the clock for progress, checkpoints and time limits
 _PATIENCE = 10  # times as long training as writing checkpoints
-_COLUMNS = ("evaluations", "seconds", "loss", "repeat_loss")
+COLUMNS = ("evaluations", "seconds", "loss", "repeat_loss")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Run:
 
     def check(self) -> None:
         """Raise the error that the run would end with at once."""
-        with threads(1):
+        with threads(1), _own_random_numbers():
             build(self.optimizer, make_task(self.task, self.task_options, self.seed), self.seed, self.options)
 
 
@@ -214,7 +214,7 @@ class _Training:
         self.task = make_task(run.task, run.task_options, run.seed)
         self.optimizer = build(run.optimizer, self.task, run.seed, run.options)
         self.rates = [group["lr"] for group in self.optimizer.param_groups] if decays(run.optimizer) else []
-        self.columns = {name: array("d") for name in _COLUMNS}
+        self.columns = {name: array("d") for name in COLUMNS}
         self.tracked: dict[str, array[float]] = {}
         self.tracked_at = array("d")
         self.evaluations, self.seconds, self.diverged = 0, 0.0, False
@@ -243,7 +243,7 @@ class _Training:
         every = self.run.track_every
         most = self.run.evaluations or math.inf
         breath = min(_BREATH, (self.run.seconds or math.inf) - self.seconds)
-        evaluations, seconds, loss, repeat_loss = (self.columns[name] for name in _COLUMNS)
+        evaluations, seconds, loss, repeat_loss = (self.columns[name] for name in COLUMNS)
         losses: list[float] = []
 
         def closure() -> float:

@@ -98,9 +98,7 @@ class FrozenExperiment(Experiment):
         title = f"After {request.evaluations:,} steps of learning, one line a seed"
         looks = {label: Style(color, "-") for label, color in _COLOURS.items()}
         axes = {"after": "steps after the change"}
-        return [
-            Plot("bowl-frozen-after", title, axes, "loss", lines, log_y=True, focus=(1e-1, 1e40), colors=looks)
-        ]
+        return [Plot("bowl-frozen-after", title, axes, "loss", lines, log_y=True, focus=(1e-1, 1e40), colors=looks)]
 
     def notes(self, request: Request, results: Results) -> list[str]:
         return ["One line of the figure is one seed. A run that left the range of numbers counts as diverged."]

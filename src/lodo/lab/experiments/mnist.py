@@ -106,7 +106,7 @@ class MnistExperiment(NetworkExperiment):
     dataset = "mnist"
     digest = data.MNIST_DIGEST
     tracked = ("validation_loss", "validation loss")
-    pictures = ("mnist-inputs", "mnist-samples")
+    pictures: ClassVar[tuple[str, ...]] = ("mnist-inputs", "mnist-samples")
     full = Size(evaluations=300_000, seeds=8)
     quick = Size(evaluations=60, seeds=1)
     quick_task: ClassVar[Mapping[str, Any]] = {"batch": 32, "validation_size": 500, "test_size": 1_000}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
-
 from matplotlib.figure import Figure
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats
@@ -109,7 +109,8 @@ class NoiseExperiment(Experiment):
             over = np.array([best[v] for v, _ in there])
             losses.append(Line(label, x, mean, mean - std, mean + std))
             ratios.append(Line(label, x, mean / over, (mean - std) / over, (mean + std) / over))
-        axes, look = {"v": "noise variance v"}, {"log_x": True, "log_y": True, "marks": "lines+markers"}
+        axes = {"v": "noise variance v"}
+        look: dict[str, Any] = {"log_x": True, "log_y": True, "marks": "lines+markers"}
         return [
             Plot("bowl-noise-losses", "Tracking error", axes, "loss", losses, **look),
             Plot("bowl-noise-ratios", "Over the best possible", axes, "loss over Newton's", ratios, **look),

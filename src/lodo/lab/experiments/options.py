@@ -289,7 +289,7 @@ def _change_plot(name: str, groups: Mapping[str, Sequence[Curve]]) -> Plot:
     lines = []
     for label, curves in groups.items():
         at = _change(curves[0])
-        width = max(1, at // 400)
+        width = max(1, at // 250)
         drawn = [_around(curve, at, width) for curve in curves]
         y = np.stack([one[: min(map(len, drawn))] for one in drawn])
         x = (np.arange(y.shape[1]) + 0.5) * width - at // 10

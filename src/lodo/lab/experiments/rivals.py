@@ -144,9 +144,7 @@ class RivalsExperiment(Experiment):
     def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
         best = newton_loss(**request.task_options)
         rows = [row for row in self.rows(request, results) if isinstance(row, RivalRow)]
-        panels = [
-            panel for cost in (*COSTS, "") for panel in _panels(results, _costs(request), cost) if panel[1]
-        ]
+        panels = [panel for cost in (*COSTS, "") for panel in _panels(results, _costs(request), cost) if panel[1]]
         curves = [
             tracking_plot(
                 f"{self.name}-curves-{number}",

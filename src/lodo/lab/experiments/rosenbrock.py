@@ -88,7 +88,7 @@ def trajectories(results: Results) -> list[Paths]:
             paths[cell.label] = (x, y, rosenbrock(torch.from_numpy(x), torch.from_numpy(y)).numpy())
     if not paths:
         return []
-    x, y = np.linspace(-2.2, 2.2, 89), np.linspace(-1.2, 3.2, 89)
+    x, y = np.linspace(-2.2, 2.2, 133), np.linspace(-1.2, 3.2, 133)
     height = rosenbrock(torch.from_numpy(x)[None, :], torch.from_numpy(y)[:, None]).numpy()
     marked = {"start": START, "minimum": MINIMUM}
     title = "Trajectories of the first seed"

@@ -123,7 +123,8 @@ def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Pla
 
 def digests(runs: Path, task: str) -> set[str]:
     """Of the data that the runs of a task were made with."""
-    options = (about.get("settings", {}).get("task_options", {}) for about in map(_about, runs.glob(f"{task}-*.parquet")))
+    every = map(_about, runs.glob(f"{task}-*.parquet"))
+    options = (about.get("settings", {}).get("task_options", {}) for about in every)
     return {str(one["digest"]) for one in options if "digest" in one}
 
 

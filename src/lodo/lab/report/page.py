@@ -84,9 +84,7 @@ class Section:
     @property
     def tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, list[Row]]]]]:
         """Heading, columns, and rows under their own headings."""
-        return [
-            (metric, group[0].columns, tables.by_section(group)) for metric, group in tables.by_metric(self.rows)
-        ]
+        return [(metric, group[0].columns, tables.by_section(group)) for metric, group in tables.by_metric(self.rows)]
 
 
 def markdown(text: str, folder: Path) -> Markup:
@@ -97,10 +95,10 @@ def markdown(text: str, folder: Path) -> Markup:
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(text)
-    for token in (child for token in tokens for child in token.children or ()):
-        if token.type == "image":
-            path = folder / Path(str(token.attrs["src"])).name
-            token.attrs["src"] = Picture("", path).address if path.is_file() else ""
+    for inner in (child for token in tokens for child in token.children or ()):
+        if inner.type == "image":
+            path = folder / Path(str(inner.attrs["src"])).name
+            inner.attrs["src"] = Picture("", path).address if path.is_file() else ""
     return Markup(parser.renderer.render(tokens, parser.options, {}))  # the parser has escaped what it was given
 
 

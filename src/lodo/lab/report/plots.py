@@ -13,7 +13,7 @@ from lodo.lab.report.colours import DARK, LIGHT, readable
 from lodo.lab.report.figures import Dashes, Style, styles
 from lodo.lab.run import Curve
 
-POINTS = 240  # of a curve on the page
+POINTS = 160  # of a curve on the page
 DIGITS = 5
 AXES = {"step": "step", "evaluations": "evaluations of the loss and its gradient", "seconds": "seconds of training"}
 _DASHES = {"-": "solid", ":": "dot"}

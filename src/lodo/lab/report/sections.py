@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lodo.lab.compare import Comparison
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import Experiment
+from lodo.lab.experiments.comparison import Comparison
 from lodo.lab.report.commands import quoted, run_command, spelled, theory_command
 from lodo.lab.report.found import Found, find, read_summary
 from lodo.lab.report.page import Gap, Picture, Section, environments, markdown
@@ -18,10 +18,10 @@ from lodo.theory.all import THEORY
 Part = tuple[str, Any]  # what is being read, in words, and a function that reads it
 
 
-def section(found: Found, folder: Path) -> Section:
-    """What the page shows of an experiment."""
+def section(found: Found, folder: Path, redo: str | None = None) -> Section:
+    """What the page shows of an experiment; ``redo`` is the command that makes it again, if it is not the usual one."""
     experiment, request = found.experiment, found.request
-    command = run_command(experiment, request, folder, found.results)
+    command = run_command(experiment, request, folder, found.results) if redo is None else redo
     if request is None:
         small = quoted([*experiment.command, "--quick"])
         gap = Gap(f"Not run yet. A small variant takes about a minute: {small}. At full size:", command)
@@ -46,7 +46,7 @@ def section(found: Found, folder: Path) -> Section:
 def _gaps(found: Found, command: str) -> Iterator[Gap]:
     planned = len(found.missing) + sum(1 for _ in found.curves)
     if not found.results:
-        yield Gap("The table is that of an earlier summary: its curves are not in this folder. They are made by", command)
+        yield Gap("The table is that of a summary: its curves are not in this folder. They are made by", command)
     elif found.missing:
         names = ", ".join(dict.fromkeys(run.optimizer for run in found.missing))
         yield Gap(f"{len(found.missing)} of {planned} runs are missing ({names}). They are made by", command)

@@ -45,19 +45,24 @@
   }
 
   const layout = (more) => ({
-    paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)",
+    paper_bgcolor: colour("--paper"),
+    plot_bgcolor: colour("--paper"),
     font: { color: colour("--ink"), family: "system-ui, sans-serif", size: 13 },
     margin: { l: 64, r: 12, t: 12, b: 48 },
     showlegend: false,
     hoverlabel: { bgcolor: colour("--raised"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--faint"), activecolor: colour("--ink") },
     ...more,
   });
   const axis = (title, more) => ({
     title: { text: title }, gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line"),
-    exponentformat: "power", automargin: true, ...more,
+    exponentformat: "none", separatethousands: true, minorloglabels: "complete", spikecolor: colour("--faint"),
+    spikethickness: 1, spikedash: "dot", automargin: true, ...more,
   });
-  const settings = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+  const settings = {
+    responsive: true, displaylogo: false,
+    modeBarButtons: [["toImage"], ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+  };
   const tint = (hex, alpha) =>
     `rgba(${[1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",")},${alpha})`;
   const hue = (line) => (dark() ? line.dark : line.light);
@@ -109,18 +114,25 @@
   const tick = (text, on, change) =>
     element("label", {}, element("input", { type: "checkbox", checked: on, onchange: (e) => change(e.target.checked) }), text);
 
+  // The point of a line that is nearest to x, unless the line ends before.
+  function nearest(xs, x) {
+    if (!xs.length || x > xs.at(-1) || x < xs[0]) return x === xs[0] ? 0 : null;
+    return xs.reduce((best, each, i) => (Math.abs(each - x) < Math.abs(xs[best] - x) ? i : best), 0);
+  }
+
   // Left and right arrows walk along the plot and say its values.
   function walkable(canvas, reading, at) {
     let place = null;
     const say = (step) => {
       const shown = at();
-      const longest = Math.max(0, ...shown.map((line) => line.y.length));
-      if (!longest) return;
-      place = Math.min(longest - 1, Math.max(0, place === null ? (step < 0 ? longest - 1 : 0) : place + step));
-      const points = shown.filter((line) => place < line.y.length);
-      Plotly.Fx.hover(canvas, points.map((line) => ({ curveNumber: line.trace, pointNumber: place })), ["xy"]);
-      reading.textContent = `at ${short(points[0].x[place])}: `
-        + points.map((line) => `${line.label} ${short(line.y[place])}`).join(", ");
+      const leader = shown.reduce((best, line) => (line.y.length > (best?.y.length ?? 0) ? line : best), null);
+      if (!leader) return;
+      const last = leader.y.length - 1;
+      place = Math.min(last, Math.max(0, (place ?? (step < 0 ? last + 1 : -1)) + step));
+      const x = leader.x[place];
+      const points = shown.map((line) => ({ ...line, at: nearest(line.x, x) })).filter((line) => line.at !== null);
+      Plotly.Fx.hover(canvas, points.map((line) => ({ curveNumber: line.trace, pointNumber: line.at })), ["xy"]);
+      reading.textContent = `at ${short(x)}: ${points.map((line) => `${line.label} ${short(line.y[line.at])}`).join(", ")}`;
     };
     canvas.addEventListener("keydown", (event) => {
       const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -1e9, End: 1e9 };
@@ -145,6 +157,8 @@
     const { canvas, reading } = stage(figure, data);
     const along = (line) => line.x[state.x] ?? line.x[Object.keys(data.axes)[0]];
     const banded = data.lines.some((line) => line.low);
+    const every = data.focus ?? data.lines.flatMap((line) => line.y.filter((y) => y !== null && y > 0));
+    const wide = every.some((y) => y > 1e6 || y < 1e-3); // plain numbers would be too long
     let shown = [];
 
     function traces() {
@@ -176,10 +190,12 @@
         ? (state.logY ? (data.focus[0] > 0 ? data.focus.map(Math.log10) : null) : data.focus) : null;
       const levels = Object.entries(data.levels);
       Plotly.react(canvas, traces(), layout({
-        hovermode: shown.length > 14 || data.marks === "markers" ? "closest" : "x unified",
+        hovermode: shown.length > 14 || data.marks === "markers" || innerWidth < 640 ? "closest" : "x unified",
         uirevision: JSON.stringify(state),
         xaxis: axis(data.axes[state.x], { type: log(state.logX), hoverformat: ".5~g" }),
-        yaxis: axis(data.y, { type: log(state.logY), ...(range ? { range } : {}) }),
+        yaxis: axis(data.y, {
+          type: log(state.logY), exponentformat: wide ? "power" : "none", showspikes: false, ...(range ? { range } : {}),
+        }),
         shapes: levels.map(([, y]) => ({
           type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour("--ink"), width: 1.2, dash: "dot" },
         })),
@@ -216,13 +232,14 @@
     function draw() {
       const grey = dark() ? "#4a525c" : "#c4cad1";
       const made = [{
-        type: "contour", ...data.contour, contours: { coloring: "none", start: -3, end: 1.2, size: 0.3 },
+        type: "contour", ...data.contour, contours: { coloring: "none", start: -2.1, end: 1.2, size: 0.3 },
         line: { color: grey, width: 1 }, showscale: false, hoverinfo: "skip",
       }];
       shown = [];
       for (const line of data.lines.filter((each) => !hidden.has(each.label))) {
         const upto = (values) => values.slice(0, state.step + 1);
-        shown.push({ label: line.label, x: line.x.map((_, i) => i), y: upto(line.loss), trace: made.length });
+        const loss = upto(line.loss);
+        shown.push({ label: line.label, x: loss.map((_, i) => i), y: loss, trace: made.length });
         made.push({
           x: upto(line.x), y: upto(line.y), customdata: upto(line.loss), name: line.label, mode: "lines+markers",
           line: { color: hue(line), width: 1.5, dash: line.dash }, marker: { color: hue(line), size: 4 },
