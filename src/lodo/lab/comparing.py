@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lodo._checks import check_choice
 from lodo.lab.baselines import BASELINES, Baseline, Choice, parse
 from lodo.lab.conduct import conduct
 from lodo.lab.experiments.base import by_label
@@ -99,7 +100,7 @@ def compare(
             evaluations=steps, seeds=seeds, choices=choices, task_options=dict(task_options or {})
         )
         folder = Path(scratch if out is None else out)
-        conduct(experiment, request, folder, workers=workers, console=console)
+        conduct(experiment, request, folder, workers=workers, console=console, draw=out is not None)
         found = find(experiment, folder)
         if page is not None:
             spelled = isinstance(task, str) and isinstance(optimizers, str)
@@ -119,6 +120,7 @@ def write_comparison(found: Found, page: Path, out: Path | None, console: Consol
 def _known(task: str | type[Task] | Callable[[], Made]) -> Iterator[str]:
     """Let a task of the user's own be found by its name for a while."""
     if isinstance(task, str):
+        check_choice("task", task, TASKS)
         yield task
         return
     name = getattr(task, "__name__", type(task).__name__).strip("<>").lower()

@@ -32,11 +32,13 @@ def conduct(
     scheduler: str | None = None,
     checkpoint_every: float = 10.0,
     console: Console | None = None,
+    draw: bool = True,
 ) -> Path:
     """Run an experiment to its end and return the folder of its results.
 
-    Curves go to ``out/runs``, shared by all experiments; ``out/<name>`` gets ``summary.json``, ``table.md`` and the
-    figures. With workers, a script that calls this needs the usual ``if __name__ == "__main__":`` around it.
+    Curves go to ``out/runs``, shared by all experiments; ``out/<name>`` gets ``summary.json``, ``table.md`` and, unless
+    ``draw`` is False, the figures. With workers, a script that calls this needs the usual
+    ``if __name__ == "__main__":`` around it.
     """
     console = console or Console()
     plan = experiment.plan(request)
@@ -53,10 +55,15 @@ def conduct(
             checkpoint_every=checkpoint_every,
         )
     results: Results = {cell: [loaded(run, out / "runs") for run in runs] for cell, runs in plan.items()}
-    return _write(experiment, request, results, out / experiment.name, console)
+    folder = out / experiment.name
+    _write(experiment, request, results, folder, console)
+    if draw:
+        written = _draw(experiment, request, results, folder)
+        console.print(f"figures: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+    return folder
 
 
-def _write(experiment: Experiment, request: Request, results: Results, folder: Path, console: Console) -> Path:
+def _write(experiment: Experiment, request: Request, results: Results, folder: Path, console: Console) -> None:
     rows, notes = experiment.rows(request, results), experiment.notes(request, results)
     summary = {
         "experiment": experiment.name,
@@ -70,22 +77,24 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
         about += f" Hyperparameters from {request.hyperparameters}."
     write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     write_atomically(folder / "table.md", tables.markdown(experiment.title, about, rows, notes).encode())
-    with look():
-        figures = experiment.figures(request, results)
-        for figure in figures.values():
-            title = textwrap.fill(f"{experiment.title}: {experiment.size(request)}", int(13 * figure.get_figwidth()))
-            figure.suptitle(title, fontsize="small", color="0.4")
-        written = [file for name, figure in figures.items() for file in save(figure, folder / name)]
     say = partial(console.print, markup=False, highlight=False)
     say(f"{experiment.title}: {about}")
     for metric, group in tables.by_metric(rows):
         console.print(tables.terminal(metric, group))
     for note in notes:
         say(f"- {note}")
-    say(f"\nfigures: {', '.join(str(file) for file in written if file.suffix == '.png')}", soft_wrap=True)
+    say(f"\n{experiment.sentence(rows)}\n", style="bold")
     say(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", soft_wrap=True)
-    say(f"\n{experiment.sentence(rows)}", style="bold")
-    return folder
+
+
+def _draw(experiment: Experiment, request: Request, results: Results, folder: Path) -> list[Path]:
+    """Write the figures; returns the pictures."""
+    with look():
+        figures = experiment.figures(request, results)
+        for figure in figures.values():
+            title = textwrap.fill(f"{experiment.title}: {experiment.size(request)}", int(13 * figure.get_figwidth()))
+            figure.suptitle(title, fontsize="small", color="0.4")
+        return [save(figure, folder / name)[0] for name, figure in figures.items()]
 
 
 def _environments(results: Results) -> list[dict[str, str]]:

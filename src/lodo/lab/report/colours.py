@@ -20,7 +20,7 @@ def readable(color: str, background: str) -> str:
     """The colour itself, or the nearest mixture with black or white that stands out from the background.
 
     >>> readable("#0072b2", LIGHT), readable("#000000", DARK)
-    ('#0072b2', '#646464')
+    ('#0072b2', '#666666')
     """
     towards = 255 if _luminance(background) < 0.18 else 0
     for percent in range(101):

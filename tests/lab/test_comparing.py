@@ -1,0 +1,183 @@
+"""Comparisons of one's own: a function that returns a loss and its parameters, or a task of the laboratory."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch.nn import Parameter
+from typer.testing import CliRunner
+
+import lodo.lab
+from lodo import LODO
+from lodo.lab import cli
+from lodo.lab.baselines import BASELINES
+from lodo.lab.experiments.comparison import LOSS, TIME, Comparison
+from lodo.lab.report.found import find
+from lodo.lab.report.sections import parts, section
+from lodo.lab.tasks import TASKS, Task
+
+QUIET = Console(quiet=True)
+
+
+def invoke(*args, code=0):
+    result = CliRunner().invoke(cli.app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def regression():
+    """A line through noisy points, a fresh batch for every loss."""
+    model = torch.nn.Linear(3, 1)
+
+    def loss():
+        x = torch.randn(16, 3)
+        return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+    return loss, model.parameters(), lambda: {"bias": abs(model.bias.item())}
+
+
+def compare(task, optimizers, **options):
+    return lodo.lab.compare(task, optimizers, **{"steps": 20, "seeds": 2, "page": None, "console": QUIET, **options})
+
+
+def test_a_function_of_ones_own(tmp_path):
+    page = tmp_path / "page.html"
+    found = compare(regression, "lodo(lr=0.05), adam(lr=0.1)", steps=60, page=page)
+    assert found.page == page
+    assert {row.metric for row in found.rows} == {LOSS, TIME, "bias at the end"}
+    losses = {row.optimizer: row.mean for row in found.rows if row.metric == LOSS}
+    assert losses.keys() == {"LODO (lr=0.05)", "Adam (lr=0.1)"} == found.curves.keys()
+    assert max(losses.values()) < 1.5  # from about 4
+    text = page.read_text()
+    assert "Comparison on regression" in text
+    assert "To make it again" not in text  # nobody knows the code
+    assert not re.search(r"/tmp/|own-\d", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
+
+
+def test_all_optimizers_start_alike_and_seeds_differ():
+    found = compare(regression, "adam(lr=0.1), torch.SGD(lr=0.01)")
+    adam, sgd = found.curves.values()
+    for a, b in zip(adam, sgd, strict=True):
+        assert a["loss"][0] == b["loss"][0]
+    assert adam[0]["loss"][0] != adam[1]["loss"][0]
+    again = compare(regression, "adam(lr=0.1)").curves["Adam (lr=0.1)"]
+    np.testing.assert_array_equal(again[1]["loss"], adam[1]["loss"])
+
+
+class Twice(torch.optim.Optimizer):
+    """Evaluates every batch twice and moves in between."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure):
+        first = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p -= group["lr"] * p.grad
+        closure()
+        return first
+
+
+def test_a_second_evaluation_is_of_the_same_batch():
+    (curve,) = compare(regression, {"still": lambda params: Twice(params, lr=0.0)}, seeds=1).curves["still"]
+    np.testing.assert_array_equal(curve["repeat_loss"], curve["loss"])
+    assert len(set(curve["loss"])) == len(curve["loss"]) == 10  # fresh ones from step to step
+
+
+def test_labels_of_ones_own_and_optimizers_that_no_library_has():
+    known = dict(BASELINES)
+    found = compare(
+        regression,
+        {"mine": lambda params: LODO(params, lr=0.02, seed=1), "usual": "torch.AdamW(lr=0.1)", "bare": "adam"},
+        seeds=1,
+    )
+    assert list(found.curves) == ["mine", "usual", "bare"]
+    assert found.curves["usual"][0].run.options == {"lr": 0.1}
+    assert known == BASELINES
+
+
+def test_a_subclass_of_task():
+    class Parabola(Task):
+        def __init__(self, seed):
+            super().__init__(seed)
+            self.params = [Parameter(torch.ones(2, dtype=torch.float64))]
+
+        def loss(self):
+            return self.params[0].square().sum() - 5  # below zero: no logarithmic axis
+
+    known = dict(TASKS)
+    found = compare(Parabola, "torch.SGD(lr=0.1)")
+    assert found.curves["torch.SGD (lr=0.1)"][0]["loss"][-1] == pytest.approx(-5, abs=1e-3)
+    assert known == TASKS
+
+
+def test_the_callers_random_numbers_stay_as_they_are():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    compare(regression, "adam")
+    torch.testing.assert_close(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(
+    ("task", "optimizers", "options", "said"),
+    [
+        (lambda: torch.ones(2), "adam", {}, "task must return a function for the loss, the parameters"),
+        (regression, "adam, sdg", {}, "did you mean"),
+        (regression, {"two": "adam, lodo"}, {}, "optimizers must have one under 'two', got 'adam, lodo'"),
+        (regression, "adam", {"workers": 2}, "must be left out for a task of your own"),
+        (regression, "adam", {"steps": 2}, "steps must be an integer >= 10, got 2"),
+        ("bawl", "adam", {}, "task must be one of 'bowl'"),
+        (type("Bowl", (Task,), {}), "adam", {}, "task must have a name of its own, got 'bowl'"),
+        (dict, "adam", {}, "task must be a function, a subclass of Task or a name, got <class 'dict'>"),
+    ],
+)
+def test_errors_say_what_is_wrong(task, optimizers, options, said):
+    tasks, known = dict(TASKS), dict(BASELINES)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        compare(task, optimizers, **options)
+    assert (tasks, known) == (TASKS, BASELINES)
+
+
+def test_the_laboratorys_tasks_keep_their_runs(tmp_path):
+    compare("rosenbrock", "adam", out=tmp_path, task_options={"jitter": 0.1})
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    assert len(before) == 2
+    found = compare("rosenbrock", "adam", out=tmp_path, task_options={"jitter": 0.1})
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    assert {"x at the end", "y at the end"} < {row.metric for row in found.rows}
+
+
+def test_the_command_writes_a_page_and_is_on_it(tmp_path):
+    page, out = tmp_path / "page.html", tmp_path / "out"
+    words = ["compare", "rosenbrock", "--steps", 30, "--seeds", 1, "--optimizers", "lodo, torch.SGD(lr=0.01)"]
+    said = invoke(*words, "--workers", 0, "--out", out, "-o", page)
+    assert f"page: {page}" in said
+    text = page.read_text()
+    shown = re.search(r"To make it again: <code>(.*?)</code>", text).group(1).replace("&#39;", "'")
+    assert shlex.split(shown) == ["lodo", *map(str, words), "--out", str(out)]
+    summary = json.loads((out / "compare-rosenbrock" / "summary.json").read_text())
+    assert [row["optimizer"] for row in summary["rows"] if row["metric"] == LOSS] == ["LODO", "torch.SGD (lr=0.01)"]
+
+
+def test_a_report_has_comparisons_too(tmp_path):
+    compare("rosenbrock", "adam, lodo", out=tmp_path)
+    assert "compare-rosenbrock" in [name for name, _ in parts(tmp_path)]
+    shown = section(find(Comparison("rosenbrock"), tmp_path), tmp_path)
+    assert shown.command.startswith("lodo compare rosenbrock --steps 20 --seeds 2 --optimizers 'adam, lodo'")
+    assert [plot.name for plot in shown.plots] == [
+        "compare-rosenbrock-curves", "compare-rosenbrock-x", "compare-rosenbrock-y", "rosenbrock-paths"
+    ]  # fmt: skip
+    assert not shown.gaps
+
+
+def test_a_task_that_is_not_known_is_named():
+    assert "TASK must be one of 'bowl'" in invoke("compare", "bawl", code=1)
