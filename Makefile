@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench format setup
+.PHONY: demo test docs pictures bench format release-check setup
 
 demo: setup
 	$(BIN)/lodo run bowl --quick
@@ -10,7 +10,14 @@ test: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory docs
 	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=worksteal
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pictures: setup
+	$(BIN)/python docs/pictures.py
 
 bench: setup
 	$(BIN)/python benchmarks/bench.py

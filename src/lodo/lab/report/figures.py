@@ -117,6 +117,14 @@ def save(figure: Figure, path: Path) -> list[Path]:
     return written
 
 
+def save_svg(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG, the same file for the same figure."""
+    buffer = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "lodo", "svg.fonttype": "path"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    write_atomically(path, buffer.getvalue())
+
+
 def save_picture(pixels: np.ndarray, path: Path, zoom: int = 4) -> None:
     """Write grey bytes as a PNG, every pixel ``zoom`` wide."""
     buffer = io.BytesIO()

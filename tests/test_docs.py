@@ -1,0 +1,169 @@
+"""The documentation says what is so: its code runs, its commands are understood, its pages are all in the site."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from latex2mathml.converter import convert
+from markdown_it import MarkdownIt
+from typer.testing import CliRunner
+
+from lodo import LODO, __version__
+from lodo.lab import cli
+from lodo.lab.data import using
+from lodo.lab.report.network import draw_matrices, draw_network
+from lodo.lab.tasks import TASKS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    "README.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))),
+    "docs/results/README.md",
+]
+RUNS = [page for page in PAGES if "```python" in (ROOT / page).read_text()]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def blocks(page, kind=None):
+    """The code blocks of a page: what they are, and what they hold."""
+    tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text(encoding="utf-8"))
+    found = [
+        (token.info.strip() or token.type, token.content) for token in tokens if token.type in ("fence", "code_block")
+    ]
+    return [text for info, text in found if info == kind] if kind else found
+
+
+@pytest.mark.parametrize("page", RUNS)
+def test_code_runs(page, tmp_path, monkeypatch):
+    """From the top of a page to its end, as a reader would type it."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "docs"}
+    with using("digits"):
+        for number, block in enumerate(blocks(page, "python")):
+            exec(compile(block, f"{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_is(page):
+    """Whatever is code is run or checked; what is called text is a formula, a tree or an output."""
+    for kind, text in blocks(page):
+        assert kind in ("python", "sh", "math", "text", "bibtex"), text
+        if kind == "math":
+            assert "<math" in convert(text)
+        if kind == "text":
+            assert not re.search(r"^(import|from|def|class|lodo|make|pip) ", text, flags=re.MULTILINE), text
+
+
+def commands():
+    """Every line of every shell block, with the page that it is on."""
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield pytest.param(words, id=f"{page}: {line.partition('#')[0].strip()}")
+
+
+@pytest.fixture
+def nothing_is_done(tmp_path, monkeypatch):
+    """The command line checks what it is given, and plans; the work itself is left out."""
+    monkeypatch.chdir(tmp_path)
+    tuned = tmp_path / "results" / "tune" / "NAME" / "tuned.toml"
+    tuned.parent.mkdir(parents=True)
+    tuned.write_text("[bowl]\nlodo = { lr = 0.1 }\n")
+
+    def planned(experiment, request, out, **_):
+        if TASKS[experiment.task].dataset is None:
+            assert experiment.plan(request)
+
+    monkeypatch.setattr(cli, "conduct", planned)
+    monkeypatch.setattr(cli, "find", lambda experiment, out: None)
+    monkeypatch.setattr(cli, "write_comparison", lambda found, page, out, console: None)
+    monkeypatch.setattr(cli, "conduct_search", lambda search, *rest, **options: search.run(0, {
+        space.parameter: space.start if space.kind == "rate" else 1 - space.start for space in search.spaces
+    }))  # fmt: skip
+    monkeypatch.setattr(cli, "write", lambda outcome, address, folder, console: folder)
+    monkeypatch.setattr(cli, "THEORY", dict.fromkeys(cli.THEORY, lambda quick, seed: LODO))
+    monkeypatch.setattr(LODO, "claims", (), raising=False)
+    monkeypatch.setattr(cli, "write_finding", lambda *_: None)
+    monkeypatch.setattr(cli, "read_weights", lambda path: ({"task": "mnist", "task_options": {}}, []))
+    monkeypatch.setattr(cli, "draw_images", lambda network, number, side, seed: torch.zeros(number, side, side).numpy())
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_commands_are_understood(words, nothing_is_done):
+    program, *rest = words
+    if program == "lodo":
+        with using("digits"):
+            result = CliRunner().invoke(cli.app, rest)
+        assert result.exit_code == 0, result.output
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    else:
+        assert [program, rest[0]] == ["pip", "install"]
+        extras = re.findall(r"\[(.*?)\]", rest[-1])
+        assert set(extras) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_every_page_is_in_the_site():
+    class Loader(yaml.SafeLoader):
+        pass
+
+    nav = str(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
+    for page in PAGES[1:]:
+        assert page.removeprefix("docs/") in nav
+
+
+def test_links_within_the_documents_lead_somewhere():
+    """Those of the site are checked when it is built; those of the README lead into the repository."""
+    text = (ROOT / "README.md").read_text()
+    found = re.findall(r"\]\(([^)#]+)\)|`((?:docs|examples|src|tests)/[\w./-]+)`", text)
+    assert len(found) > 3
+    for link, path in found:
+        assert (ROOT / (link or path)).exists(), link or path
+
+
+def test_the_changelog_begins_with_this_version():
+    heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert heading.group(1) == PROJECT["version"] == __version__
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_formulas_and_doctests_of_the_site():
+    hooks, docstrings = load("hooks"), load("docstrings")
+    config = hooks.on_config({"mdx_configs": {}})
+    (fence,) = config["mdx_configs"]["pymdownx.superfences"]["custom_fences"]
+    assert "<mfrac>" in fence["format"](r"\frac{1}{2}", "math", "math", {}, None)
+    assert docstrings.with_examples("A.\n\nExample:\n    >>> 1\n    1") == "A.\n\nExamples:\n    >>> 1\n    1"
+    assert docstrings.with_examples("A.\n\n>>> 1\n1\n\nB.") == "A.\n\nExamples:\n    >>> 1\n    1\n\nB."
+
+
+def test_the_picture_of_the_network_is_the_network():
+    opt, matrices = load("pictures").learned(steps=(0, 50))
+    assert list(matrices) == ["G at the start", "after 50 steps", "the inverse Hessian"]
+    figure = draw_network(opt)
+    axes = figure.axes[0]
+    assert len([line for line in axes.lines if len(line.get_xdata()) == 4]) == 2 * 3 * 8  # wires
+    net, theta = opt._network(0), opt._state(0)["theta"]
+    first = net._family.blocks(theta, 8)[0, 0]
+    torch.testing.assert_close(torch.as_tensor(axes.images[0].get_array().data).float(), first)
+    places = net._family.permutations(net.engine.P, 8)
+    wire = axes.lines[0].get_ydata()
+    assert (wire[0], wire[-1]) == (places[0, 0], 0)
+    assert len(draw_matrices(matrices).axes) == 4
+    with pytest.raises(ValueError, match="optimizer must have a mixing network of at most 64 numbers"):
+        draw_network(LODO([torch.nn.Parameter(torch.zeros(100))]))
