@@ -127,6 +127,23 @@ def test_the_callers_random_numbers_stay_as_they_are():
     torch.testing.assert_close(torch.rand(2), expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_are_as_many_as_asked_for(threads):
+    seen = set()
+
+    def task():
+        x = Parameter(torch.ones(2))
+
+        def loss():
+            seen.add(torch.get_num_threads())
+            return x.square().sum()
+
+        return loss, [x]
+
+    compare(task, "adam", seeds=1, threads=threads)
+    assert seen == {threads}
+
+
 @pytest.mark.parametrize(
     ("task", "optimizers", "options", "said"),
     [
@@ -135,6 +152,7 @@ def test_the_callers_random_numbers_stay_as_they_are():
         (regression, {"two": "adam, lodo"}, {}, "optimizers must have one under 'two', got 'adam, lodo'"),
         (regression, "adam", {"workers": 2}, "must be left out for a task of your own"),
         (regression, "adam", {"steps": 2}, "steps must be an integer >= 10, got 2"),
+        (regression, "adam", {"threads": 0}, "threads must be an integer >= 1, got 0"),
         ("bawl", "adam", {}, "task must be one of 'bowl'"),
         (type("Bowl", (Task,), {}), "adam", {}, "task must have a name of its own, got 'bowl'"),
         (dict, "adam", {}, "task must be a function, a subclass of Task or a name, got <class 'dict'>"),

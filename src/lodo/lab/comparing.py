@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lodo._checks import check_choice
+from lodo._checks import check_choice, check_int
 from lodo.lab.baselines import BASELINES, Baseline, Choice, parse
 from lodo.lab.conduct import conduct
 from lodo.lab.experiments.base import by_label
@@ -52,6 +52,7 @@ def compare(
     page: str | Path | None = "compare.html",
     out: str | Path | None = None,
     workers: int = 0,
+    threads: int = 1,
     task_options: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> Compared:
@@ -71,6 +72,7 @@ def compare(
         out: a folder to keep curves and figures of one of the laboratory's tasks in; finished runs are then not done
             again. Those of your own tasks are never kept, since nobody knows whether the code is still the same.
         workers: processes, for the laboratory's tasks alone; 0 works in this one.
+        threads: torch's, for a task of your own; more than one pays for large networks on an idle machine.
         task_options: options of one of the laboratory's tasks.
         console: where progress and tables go; the terminal if None.
 
@@ -93,8 +95,13 @@ def compare(
             f"out, workers and task_options must be left out for a task of your own, got {out!r}, {workers!r} and "
             f"{task_options!r}"
         )
+    check_int("threads", threads, low=1)
     console = console or Console()
-    with _known(task) as name, _chosen(optimizers) as choices, tempfile.TemporaryDirectory(prefix="lodo-") as scratch:
+    with (
+        _known(task, threads) as name,
+        _chosen(optimizers) as choices,
+        tempfile.TemporaryDirectory(prefix="lodo-") as scratch,
+    ):
         experiment = Comparison(name)
         request = experiment.request(
             evaluations=steps, seeds=seeds, choices=choices, task_options=dict(task_options or {})
@@ -117,7 +124,7 @@ def write_comparison(found: Found, page: Path, out: Path | None, console: Consol
 
 
 @contextmanager
-def _known(task: str | type[Task] | Callable[[], Made]) -> Iterator[str]:
+def _known(task: str | type[Task] | Callable[[], Made], threads: int) -> Iterator[str]:
     """Let a task of the user's own be found by its name for a while."""
     if isinstance(task, str):
         check_choice("task", task, TASKS)
@@ -128,18 +135,18 @@ def _known(task: str | type[Task] | Callable[[], Made]) -> Iterator[str]:
         raise ValueError(f"task must be a function, a subclass of Task or a name, got {task!r}")
     if name in TASKS:
         raise ValueError(f"task must have a name of its own, got {name!r}, which is one of the laboratory's tasks")
-    TASKS[name] = task if isinstance(task, type) else _from_function(task)
+    TASKS[name] = task if isinstance(task, type) else _from_function(task, threads)
     try:
         yield name
     finally:
         del TASKS[name]
 
 
-def _from_function(make: Callable[[], Made]) -> type[Task]:
+def _from_function(make: Callable[[], Made], number: int) -> type[Task]:
     class Own(Task):
         """What the user's function returns, as a task."""
 
-        threads = None
+        threads = number
 
         def __init__(self, seed: int) -> None:
             super().__init__(seed)
