@@ -49,6 +49,11 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def rotated(names: list[str], by: int) -> list[str]:
+    """Begin with another one each time."""
+    return names[by % len(names) :] + names[: by % len(names)]
+
+
 def model_of(n: int) -> nn.Module:
     """A linear map with about n weights."""
     torch.manual_seed(0)
@@ -74,7 +79,8 @@ def on_rank(rank: int, n: int, repeats: int, folder: str) -> None:
     x = torch.randn(4, next(plain.parameters()).shape[1])
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for repeat in range(repeats + 3):
-        for name, model in models.items():
+        for name in rotated(list(models), repeat):  # nobody always comes after the same one
+            model = models[name]
             opts[name].zero_grad()
             model(x).square().mean().backward()
             dist.barrier()
