@@ -7,7 +7,7 @@
 | ``descent_cosine`` | between the last step and -g: 1 is steepest descent, below 0 the step leads uphill |
 | ``descent_fraction`` | how many of the steps since the first call had a cosine above 0 |
 | ``largest_stretch``, ``smallest_stretch`` | estimates of the most and least that G, lr included, stretches a vector |
-| ``hypergradient_norm`` | of the first update of theta after the previous call; nan before that |
+| ``hypergradient_norm`` | of the first update of theta after the first call, the fifth and so on; nan before that |
 | ``gate_weight``, ``trust`` | of the learned momentum gate and of the guard, where they are on |
 
 The stretches are power iterations, for G and for c - G with c the largest, whose vectors are kept from call to call:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FIRST = 4  # power iterations of the first call, for each stretch
 CYCLE = 16  # calls in which each stretch is refined once
+UPDATES = 4  # calls in which one update of theta is measured
 
 
 class Watch:
@@ -57,6 +58,11 @@ class Watch:
         """Of the steps noted; nan if there was none."""
         return self._descents / self._steps if self._steps else float("nan")
 
+    @property
+    def due(self) -> bool:
+        """Whether the next update of theta is to be measured, by the calls so far."""
+        return self._calls % UPDATES == 1
+
     def look(self, G: Callable[[Tensor], Tensor], iterations: int | None) -> None:
         """Refine the stretches: by ``iterations``, or, if None, one of them at times.
 
@@ -82,7 +88,7 @@ def _iterate(v: Tensor, Gv: Tensor, shift: float) -> tuple[Tensor, float]:
 
 
 def diagnose(state: dict[str, Any], g: Tensor, s: Tensor, lr: float, watch: Watch, engine: Engine) -> dict[str, float]:
-    """A group's numbers, after a step of -lr s where the gradient is g; asks the engine to measure the next update."""
+    """A group's numbers, after a step of -lr s where the gradient is g; may have the next update measured."""
     gradient, length = float(g.norm()), float(s.norm())
     numbers = {
         "gradient_norm": gradient,
@@ -98,5 +104,5 @@ def diagnose(state: dict[str, Any], g: Tensor, s: Tensor, lr: float, watch: Watc
         numbers["gate_weight"] = state["gate"][0]
     if "last_step" in state:  # the guard is on
         numbers["trust"] = state["guard"][1]
-    engine.watched = True
+    engine.watched |= watch.due
     return numbers

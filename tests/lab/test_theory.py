@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from lodo import Mixing
 from lodo.lab.cli import app
 from lodo.theory import represent
-from lodo.theory.all import THEORY
 from lodo.theory.base import symmetric
 from lodo.theory.dynamics import (
     Bound,
@@ -35,6 +34,7 @@ from lodo.theory.dynamics import (
 from lodo.theory.expressiveness import fit, mix, preconditioner, random_layers, sparse_matrix
 from lodo.theory.minima import deep_linear, descend, mixing, orthogonal_start
 from lodo.theory.pairings import Group, entropy, exact_epsilon, pairings, sampled_epsilon
+from lodo.theory.parts import PARTS
 from lodo.theory.represent import product, route
 from lodo.theory.saddle import growth, negative_eigenvalue, random_mixing_matrix
 
@@ -309,7 +309,7 @@ class TestMinima:
         assert descend(family, start, H, 2000) < 1e-6
 
 
-@pytest.mark.parametrize("name", [*THEORY])
+@pytest.mark.parametrize("name", PARTS)
 def test_command(name, tmp_path):
     result = CliRunner().invoke(app, ["theory", name, "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output

@@ -26,10 +26,11 @@ from lodo.lab.cli import app
 from lodo.lab.experiments.base import tail
 from lodo.lab.run import load
 from lodo.lab.tasks import TASKS
+from lodo.lab.tuning import SAMPLERS
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.finals import Finals, finalists
 from lodo.lab.tuning.outcome import Outcome, conduct
-from lodo.lab.tuning.search import SAMPLERS, Search, plan
+from lodo.lab.tuning.search import Search, plan
 from lodo.lab.tuning.spaces import Schedule, Space, parse_spaces, schedule, spaces
 from lodo.lab.tuning.study import _abandoned, _Claims, finished_trials, open_study, tune, without_password
 
@@ -430,7 +431,7 @@ def summary(out):
 class TestCommand:
     def test_killed_and_shared_it_ends_as_undisturbed(self, tmp_path):
         """kill -9 in the middle, then two processes on the same storage: every trial once, the same values."""
-        task = ("--schedule", "quick", "--task", "n=20", "--workers", "0")
+        task = ("--schedule", "quick", "--task", "n=20", "--workers", "0", "--confirm", "1")
         alone, shared = tmp_path / "alone", tmp_path / "shared"
         process = lodo(*task, "--out", shared)
         runs, deadline = shared / "runs", time.monotonic() + 120
@@ -458,7 +459,7 @@ class TestCommand:
             [(trial.number, trial.state, trial.value, trial.params) for trial in study.trials[:48]] for study in studies
         ]
         assert ours == theirs
-        assert len(list(runs.glob("*.parquet"))) == 48 + 16
+        assert len(list(runs.glob("*.parquet"))) == 48 + 4
         assert summary(shared)["finalists"] == summary(alone)["finalists"]
         owners = {trial.user_attrs["owner"]["pid"] for trial in studies[0].trials[:48]}
         assert len(owners) >= 2
@@ -491,6 +492,7 @@ class TestCommand:
 
     def test_any_option_of_any_optimizer(self, tmp_path):
         args = ["tune", "rosenbrock", "--optimizer", "torch.NAdam(eps=1e-6)", "--schedule", "quick"]
+        args += ["--sampler", "random", "--trials", "6", "--confirm", "1"]
         space = ["--space", "rate(lr=(0.1, 0.001, 10.0), momentum_decay=0.004)", "--workers", "2"]
         result = CliRunner().invoke(app, [*args, *space, "--out", str(tmp_path)])
         assert result.exit_code == 0, result.output

@@ -84,6 +84,18 @@ def test_the_hypergradients_norm(backend, meta, mixing):
     assert opt.diagnostics()["group0/hypergradient_norm"] == pytest.approx(float(h.norm()), rel=1e-9)
 
 
+def test_one_update_in_four_calls_is_measured():
+    x, opt = trained(3)
+    values = []
+    for scale in range(1, 11):
+        opt.diagnostics()
+        x.grad = torch.full((12,), float(scale), dtype=torch.float64)
+        opt.step()
+        values.append(opt._network(0).engine.hypergradient_norm)
+    assert len(set(values)) == 3
+    assert values[0] == values[3] != values[4] == values[7] != values[8]
+
+
 def test_the_fraction_of_descents_counts_every_step_from_the_first_call_on():
     x, opt = trained(4, n=2, beta=0.9, meta_lr=0.0)
     for g in ([1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]):

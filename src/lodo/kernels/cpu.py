@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from numba import njit
 from torch import Tensor
 
@@ -35,6 +37,7 @@ from lodo.rounding import update_key
 PARALLEL_FROM = 64  # tiles a layer from which a second thread pays
 _CHUNKS = 128  # parts of a layer that threads share; a fixed number, so that results do not depend on theirs
 _KEEP_BELOW = 1 << 20  # bytes of work arrays that are not worth freeing between steps
+_PATIENCE = 120.0  # seconds to wait for another process that compiles the same
 _PAGED_FROM = 1 << 16  # bytes of an array that is worth pages of its own
 
 _MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when Numba loads
@@ -94,10 +97,26 @@ class _Kernel:
         """``call``, which may have to compile, and says so if that takes over two seconds."""
 
         def run(*arguments: object) -> Any:
-            with notice("lodo: compiling %s for this machine (once; the result is kept on disk) ...", self._name):
+            words = "lodo: compiling %s for this machine (once; the result is kept on disk) ..."
+            with notice(words, self._name), self._alone(arguments):
                 return call(*arguments)
 
         return run
+
+    @contextmanager
+    def _alone(self, arguments: tuple[object, ...]) -> Iterator[None]:
+        """Let one process compile at a time for these types, so that others find the result on disk."""
+        if not CACHE:
+            yield
+            return
+        types = hashlib.sha256(repr([numba.typeof(x) for x in arguments]).encode()).hexdigest()[:16]  # type: ignore[no-untyped-call]
+        lock = FileLock(Path(self.serial.stats.cache_path) / f"{self._name}_{types}_{_VERSION}.lock")  # type: ignore[attr-defined]
+        with suppress(OSError, Timeout):
+            lock.acquire(timeout=_PATIENCE)
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 _APPLY = {"random": _Kernel(permuted.apply), "shuffle": _Kernel(shuffled.apply)}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from optuna.exceptions import OptunaError
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
@@ -32,12 +31,8 @@ from lodo.lab.report.sections import parts
 from lodo.lab.run import read_weights, threads
 from lodo.lab.sweep import RunError
 from lodo.lab.tasks import TASKS
-from lodo.lab.tuning.outcome import conduct as conduct_search
-from lodo.lab.tuning.report import write
-from lodo.lab.tuning.search import SAMPLERS, plan
-from lodo.lab.tuning.study import without_password
-from lodo.theory.all import THEORY
-from lodo.theory.report import write as write_finding
+from lodo.lab.tuning import SAMPLERS
+from lodo.theory.parts import PARTS, part
 
 app = typer.Typer(
     help="LODO's laboratory: the paper's experiments, each in one command.",
@@ -58,7 +53,7 @@ def _errors_in_words(console: Console, kept: str) -> Iterator[None]:
     """Say what went wrong, or what an interruption left, instead of a traceback."""
     try:
         yield
-    except (ValueError, OSError, FloatingPointError, RunError, OptunaError) as error:
+    except (ValueError, OSError, FloatingPointError, RunError) as error:
         console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
@@ -223,6 +218,11 @@ def tune(
     Ends with the tuned values beside the paper's and a file for `lodo run --hyperparameters`. The study is in Optuna's
     storage: the same command continues it, and Optuna's own tools read it.
     """
+    from lodo.lab.tuning.outcome import conduct as conduct_search  # which take a second to import
+    from lodo.lab.tuning.report import write
+    from lodo.lab.tuning.search import plan
+    from lodo.lab.tuning.study import without_password
+
     console = Console()
     kept = "finished trials and checkpoints are kept: the same command continues from here"
     with _errors_in_words(console, kept), using(data):
@@ -264,22 +264,24 @@ def tune(
 
 @app.command(no_args_is_help=True)
 def theory(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(THEORY)}, or all.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(PARTS)}, or all.")],
     quick: Annotated[bool, typer.Option("--quick", help="Smaller cases: all of it in about a minute.")] = False,
     seed: Annotated[int, typer.Option(help="Draws matrices, noise and permutations.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Folder for numbers, words and figures.")] = Path("results"),
 ) -> None:
     """Check the paper's theory by computation: what holds, under which conditions, and where it stops holding."""
+    from lodo.theory.report import write as write_finding
+
     console = Console()
     with _errors_in_words(console, "what was finished is kept"):
-        check_choice("NAME", name, (*THEORY, "all"))
-        held, parts = True, list(THEORY) if name == "all" else [name]
+        check_choice("NAME", name, (*PARTS, "all"))
+        held, parts = True, list(PARTS) if name == "all" else [name]
         columns = SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()
         with Progress(*columns, console=console) as bar:
             task = bar.add_task("", total=len(parts))
             for each in parts:
                 bar.update(task, description=f"computing {each}")
-                finding = THEORY[each](quick=quick, seed=seed)
+                finding = part(each)(quick=quick, seed=seed)
                 write_finding(finding, out / "theory" / each, {"quick": quick, "seed": seed}, bar.console)
                 bar.advance(task)
                 held = held and all(claim.holds for claim in finding.claims)

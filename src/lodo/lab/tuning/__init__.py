@@ -1,1 +1,10 @@
 """Tuning: the paper's evolutionary search, or another of Optuna's, on the same workers as experiments."""
+
+PAPER = "paper"
+SAMPLERS = {  # others, by the names of Optuna's classes
+    "tpe": "TPESampler",
+    "cmaes": "CmaEsSampler",
+    "gp": "GPSampler",
+    "qmc": "QMCSampler",
+    "random": "RandomSampler",
+}

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import optuna
+from optuna.exceptions import OptunaError
 
 from lodo._checks import check_int
 from lodo.lab.tuning.evolution import EvolutionSampler
@@ -67,12 +68,15 @@ def conduct(
     """
     check_int("confirm", confirm, low=0)
     expected = search.number + confirm * FINALISTS
-    study = tune(search, storage, out, report=partial(_show_search, search, expected, show), **options)
-    candidates = finalists(search, study)
-    if not confirm or len(candidates) < 2:
-        return Outcome(search, study)
-    finals = Finals(search, candidates, confirm)
-    last = tune(finals, storage, out, report=partial(_show_finals, finals, show), **options)
+    try:
+        study = tune(search, storage, out, report=partial(_show_search, search, expected, show), **options)
+        candidates = finalists(search, study)
+        if not confirm or len(candidates) < 2:
+            return Outcome(search, study)
+        finals = Finals(search, candidates, confirm)
+        last = tune(finals, storage, out, report=partial(_show_finals, finals, show), **options)
+    except OptunaError as error:  # of the storage
+        raise OSError(f"storage failed: {error}") from error
     return Outcome(search, study, finals, last)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, QMCSampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
 from lodo._checks import check_choice, check_int
@@ -21,18 +21,11 @@ from lodo.lab import data
 from lodo.lab.baselines import Choice, hyperparameters, parse
 from lodo.lab.run import Run
 from lodo.lab.tasks import TASKS
+from lodo.lab.tuning import PAPER, SAMPLERS
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.spaces import Schedule, Space, parse_spaces, spaces
 from lodo.lab.tuning.spaces import schedule as made_schedule
 
-PAPER = "paper"
-SAMPLERS: dict[str, Any] = {
-    "tpe": TPESampler,
-    "cmaes": CmaEsSampler,
-    "gp": GPSampler,
-    "qmc": QMCSampler,
-    "random": RandomSampler,
-}
 _FIRST_SEED = 1000  # of the runs, so that tuned values are tried on seeds that they were not tuned on
 
 
@@ -106,7 +99,7 @@ class Search:
             return EvolutionSampler(self.spaces, self.schedule, self.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            made: BaseSampler = SAMPLERS[self.sampler](seed=self.seed)
+            made: BaseSampler = getattr(optuna.samplers, SAMPLERS[self.sampler])(seed=self.seed)
         return made
 
     def generation(self, number: int) -> int:
