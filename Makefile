@@ -24,6 +24,9 @@ bench: setup
 	$(BIN)/python benchmarks/networks.py
 	$(BIN)/python benchmarks/training.py
 
+release-check: setup
+	$(BIN)/python tools/release_check.py
+
 format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format

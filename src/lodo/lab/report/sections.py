@@ -13,7 +13,7 @@ from lodo.lab.report.commands import quoted, run_command, spelled, theory_comman
 from lodo.lab.report.found import Found, find, read_summary
 from lodo.lab.report.page import Gap, Picture, Section, environments, markdown
 from lodo.lab.tasks import TASKS
-from lodo.theory.all import THEORY
+from lodo.theory.parts import PARTS
 
 Part = tuple[str, Any]  # what is being read, in words, and a function that reads it
 
@@ -121,7 +121,7 @@ def parts(folder: Path) -> list[Part]:
     """Every section that the page of a folder has, unread: its name, and a function that reads it or finds nothing."""
     experiments = [*EXPERIMENTS.values(), *_comparisons(folder)]
     read = [(one.name, lambda one=one: section(find(one, folder), folder)) for one in experiments]
-    theory = [(f"theory {name}", lambda name=name: theory_section(name, folder)) for name in THEORY]
+    theory = [(f"theory {name}", lambda name=name: theory_section(name, folder)) for name in PARTS]
     tunings = [(path.name, lambda path=path: tuning_section(path, folder)) for path in sorted(folder.glob("tune/*/"))]
     return [*read, *theory, *tunings]
 
