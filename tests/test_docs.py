@@ -85,12 +85,11 @@ def nothing_is_done(tmp_path, monkeypatch):
             assert experiment.plan(request)
 
     monkeypatch.setattr(cli, "conduct", planned)
-    monkeypatch.setattr(cli, "find", lambda experiment, out: None)
-    monkeypatch.setattr(cli, "write_comparison", lambda found, page, out, console: None)
-    monkeypatch.setattr(cli, "conduct_search", lambda search, *rest, **options: search.run(0, {
+    monkeypatch.setattr("lodo.lab.comparing.write_comparison", lambda found, page, out, console: None)
+    monkeypatch.setattr("lodo.lab.tuning.outcome.conduct", lambda search, *rest, **options: search.run(0, {
         space.parameter: space.start if space.kind == "rate" else 1 - space.start for space in search.spaces
     }))  # fmt: skip
-    monkeypatch.setattr(cli, "write", lambda outcome, address, folder, console: folder)
+    monkeypatch.setattr("lodo.lab.tuning.report.write", lambda outcome, address, folder, console: folder)
     monkeypatch.setattr(cli, "part", lambda name: lambda quick, seed: Finding(name, name, ()))
     monkeypatch.setattr(cli, "read_weights", lambda path: ({"task": "mnist", "task_options": {}}, []))
     monkeypatch.setattr(cli, "draw_images", lambda network, number, side, seed: torch.zeros(number, side, side).numpy())

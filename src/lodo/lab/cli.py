@@ -18,16 +18,12 @@ from lodo.lab.baselines import BASELINES
 from lodo.lab.baselines.l2l import EPISODES, train
 from lodo.lab.baselines.weights import save_weights
 from lodo.lab.calls import parse_options
-from lodo.lab.comparing import write_comparison
 from lodo.lab.conduct import conduct
 from lodo.lab.data import DIGITS_DIGEST, using
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.comparison import Comparison
 from lodo.lab.experiments.mnist import draw_images, grid
 from lodo.lab.report.figures import save_picture
-from lodo.lab.report.found import find
-from lodo.lab.report.page import write_page
-from lodo.lab.report.sections import parts
 from lodo.lab.run import read_weights, threads
 from lodo.lab.sweep import RunError
 from lodo.lab.tasks import TASKS
@@ -320,6 +316,9 @@ def compare(
 
     For a task of your own see lodo.lab.compare.
     """
+    from lodo.lab.comparing import write_comparison
+    from lodo.lab.report.found import find
+
     console = Console()
     kept = "finished runs and checkpoints are kept: the same command continues from here"
     with _errors_in_words(console, kept), using(data):
@@ -346,6 +345,9 @@ def report(
 
     The page needs no network and no other file. What is missing says which command makes it.
     """
+    from lodo.lab.report.page import write_page
+    from lodo.lab.report.sections import parts
+
     console = Console()
     with _errors_in_words(console, "nothing was written"):
         if not runs.is_dir():
