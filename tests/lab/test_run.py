@@ -385,6 +385,7 @@ def test_metadata_tells_what_the_numbers_were_made_with(tmp_path):
     assert about["settings"]["optimizer"] == "adam"
     assert about["environment"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert about["environment"].keys() >= {"lodo", "numba", "numpy", "pytorch_optimizer", "python"}
+    assert about["environment"].keys() >= {"machine", "processor", "cores"}
     assert about["steps"] == 60
     assert about["diverged"] is False
 

@@ -6,11 +6,13 @@ written when the run ends, so a file that is there and whole is a finished run; 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
 import logging
 import math
+import os
 import platform
 import random
 import threading
@@ -364,7 +366,24 @@ class _Training:
 def environment() -> dict[str, str]:
     """What the numbers were made with."""
     packages = {name: version(name) for name in ("lodo", "torch", "numpy", "numba")} | library_versions()
-    return {**packages, "python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    return {
+        **packages,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "cores": str(os.cpu_count()),
+    }
+
+
+@functools.cache
+def processor() -> str:
+    """What the machine's processor is called, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or "not known")
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:
