@@ -25,12 +25,13 @@ from lodo.lab.data import using
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import Cell
 from lodo.lab.report import colours, plots
-from lodo.lab.report.commands import run_command
+from lodo.lab.report.commands import run_command, tune_command
 from lodo.lab.report.figures import styles
 from lodo.lab.report.found import Found, find, read_request
 from lodo.lab.report.page import Section, markdown, render
-from lodo.lab.report.sections import parts, section, tune_command
+from lodo.lab.report.sections import parts, section
 from lodo.lab.run import Curve, Run
+from lodo.lab.tuning.search import plan
 
 ROSENBROCK, BOWL = EXPERIMENTS["rosenbrock"], EXPERIMENTS["bowl"]
 
@@ -215,11 +216,34 @@ def test_the_command_names_the_file_of_hyperparameters(tmp_path, monkeypatch):
     assert run_command(BOWL, request, Path("results"), {}) == f"lodo run bowl --hyperparameters {file}"
 
 
-def test_the_command_of_a_search():
-    search = {"task": "mlp", "choice": {"optimizer": "torch.AdamW", "options": {}}, "sampler": "paper", "seed": 0,
-              "task_options": {"digest": "1", "batch": 8}}  # fmt: skip
-    assert tune_command(search, Path("results")) == "lodo tune mlp --optimizer torch.AdamW --task batch=8"
+@pytest.mark.parametrize(
+    ("task", "optimizer", "asked"),
+    [
+        ("bowl", "lodo", {}),
+        ("bowl", "lodo(beta=0.5)", {"schedule": "quick", "seed": 3}),
+        ("bowl", "adam", {"sampler": "tpe", "trials": 7, "task_options": {"n": 20}}),
+        ("bowl", "torch.AdamW", {"space": "rate(lr=0.1, weight_decay=(0.0001, 1e-08, 0.1)), decay(beta=0.9)"}),
+        ("mlp", "adam", {"schedule": "quick"}),
+    ],
+)
+def test_the_command_of_a_search_asks_for_the_same(task, optimizer, asked, monkeypatch):
+    heard = []
+    monkeypatch.setattr("lodo.lab.tuning.outcome.conduct", lambda search, *rest, **options: heard.append(search))
+    monkeypatch.setattr("lodo.lab.tuning.report.write", lambda *_: Path())
+    with using("digits"):
+        search = plan(task, optimizer, **asked)
+    words = shlex.split(tune_command(json.loads(json.dumps(search.settings)), Path("a b")))
+    invoke(*words[1:])
+    assert heard == [search]
+
+
+def test_the_command_of_a_search_that_is_not_known():
     assert tune_command(None, Path("out")) == "lodo tune TASK --optimizer NAME --out out"
+
+
+def test_the_folder_of_curves_may_be_named_itself(results, tmp_path):
+    page = tmp_path / "page.html"
+    assert "4 of 17 parts are there" in invoke("report", results / "runs", "-o", page)
 
 
 def test_report_names_a_folder_that_is_not_there(tmp_path):

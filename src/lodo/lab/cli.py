@@ -352,6 +352,7 @@ def report(
     with _errors_in_words(console, "nothing was written"):
         if not runs.is_dir():
             raise ValueError(f"RUNS must be a folder of results, got {str(runs)!r}")
+        runs = runs.parent if any(runs.glob("*.parquet")) else runs  # the curves themselves were named
         with Progress(console=console) as progress:
             waiting = parts(runs)
             bar = progress.add_task("reading", total=len(waiting))

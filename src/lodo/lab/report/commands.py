@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,53 @@ def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:
     words = ["lodo", "theory", name, *(["--quick"] if settings.get("quick") else [])]
     words += ["--seed", str(settings["seed"])] if settings.get("seed") else []
     return quoted([*words, *_out(out)])
+
+
+def tune_command(search: Any, out: Path) -> str:
+    """What to type for a search, from the settings in its summary."""
+    search = search if isinstance(search, Mapping) else {}
+    choice, task = search.get("choice", {}), str(search.get("task", "TASK"))
+    given, optimizer = spelled(choice.get("options", {})), str(choice.get("optimizer", "NAME"))
+    words = ["lodo", "tune", task, "--optimizer", f"{optimizer}({given})" if given else optimizer]
+    words += _schedule(search.get("schedule"), task)
+    for option in ("sampler", "seed", "trials"):
+        if (value := search.get(option)) not in (None, 0, "paper"):
+            words += [f"--{option}", str(value)]
+    words += _space(search.get("spaces"), optimizer, choice.get("options", {}))
+    options = search.get("task_options", {})
+    plain = {name: value for name, value in options.items() if name != "digest"}
+    words += ["--task", spelled(plain)] if plain else []
+    words += ["--data", "digits"] if options.get("digest") == DIGITS_DIGEST else []
+    return quoted([*words, *_out(out)])
+
+
+def _schedule(found: Any, task: str) -> list[str]:
+    from lodo.lab.tuning.spaces import schedule  # Optuna takes a second to import
+
+    try:
+        quick = json.dumps(asdict(schedule("quick", task)))
+    except ValueError:
+        return []
+    return ["--schedule", "quick"] if json.dumps(found) == quick else []
+
+
+def _space(found: Any, optimizer: str, fixed: Mapping[str, Any]) -> list[str]:
+    """Nothing if it is the optimizer's own, without what was fixed."""
+    from lodo.lab.tuning.spaces import spaces
+
+    every = found if isinstance(found, list) else []
+    try:
+        usual = [asdict(space) for space in spaces(optimizer) if space.name not in fixed]
+    except ValueError:
+        usual = []
+    if not every or every == usual:
+        return []
+    bounded = [
+        f"{each['kind']}({each['name']}="
+        + (f"{each['start']!r})" if each["low"] is None else f"({each['start']!r}, {each['low']!r}, {each['high']!r}))")
+        for each in every
+    ]
+    return ["--space", ", ".join(bounded)]
 
 
 def spelled(options: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import Experiment
 from lodo.lab.experiments.comparison import Comparison
-from lodo.lab.report.commands import quoted, run_command, spelled, theory_command
+from lodo.lab.report.commands import quoted, run_command, theory_command, tune_command
 from lodo.lab.report.found import Found, find, read_summary
 from lodo.lab.report.page import Gap, Picture, Section, environments, markdown
 from lodo.lab.tasks import TASKS
@@ -100,21 +100,6 @@ def tuning_section(home: Path, folder: Path) -> Section | None:
         gaps=() if there else [Gap("The picture of its generations is missing. It is made by", command)],
         command=command,
     )
-
-
-def tune_command(search: Any, out: Path) -> str:
-    """What to type for a search with the paper's schedule."""
-    search = search if isinstance(search, Mapping) else {}
-    chosen = search.get("choice", {})
-    given = spelled(chosen.get("options", {}))
-    name = str(chosen.get("optimizer", "NAME"))
-    words = ["lodo", "tune", str(search.get("task", "TASK")), "--optimizer", f"{name}({given})" if given else name]
-    for option in ("sampler", "seed", "trials"):
-        if (value := search.get(option)) not in (None, 0, "paper"):
-            words += [f"--{option}", str(value)]
-    task = {name: value for name, value in search.get("task_options", {}).items() if name != "digest"}
-    words += ["--task", spelled(task)] if task else []
-    return quoted([*words, *([] if out == Path("results") else ["--out", str(out)])])
 
 
 def parts(folder: Path) -> list[Part]:

@@ -176,7 +176,7 @@
         const spread = line.low ? line.y.map((y, i) => ` ± ${short(line.high[i] - y)}`) : line.y.map(() => "");
         made.push({
           x, y: line.y, name: line.label, mode: data.marks, customdata: spread, text: line.text ?? null,
-          line: { color: hue(line), width: 2, dash: line.dash }, marker: { color: hue(line), size: 8 },
+          line: { color: hue(line), width: line.label === "LODO" ? 3 : 2, dash: line.dash }, marker: { color: hue(line), size: 8 },
           hovertemplate: line.text ? "<b>%{text}</b><br>%{y:.4g} at %{x:.4g}<extra>%{fullData.name}</extra>"
             : "%{y:.4g}%{customdata}<extra>%{fullData.name}</extra>",
         });
