@@ -31,8 +31,8 @@ def draw_network(optimizer: LODO, group: int = 0) -> Figure:
     Example:
         >>> x = torch.nn.Parameter(torch.zeros(4))
         >>> figure = draw_network(LODO([x], depth=2, block_size=2))
-        >>> len(figure.axes[0].lines)  # 8 wires for each of 2 permutations, on the way up and on the way down
-        32
+        >>> len(figure.axes[0].lines)  # 8 wires for each of 2 permutations, up and down, and the line in the middle
+        33
     """
     network, theta = optimizer._network(group), optimizer._state(group)["theta"]
     family, n = network._family, network.n
