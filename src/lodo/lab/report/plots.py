@@ -111,7 +111,7 @@ class Paths:
             "contour": {
                 "x": numbers(self.x),
                 "y": numbers(self.y),
-                "z": [numbers(row, digits=3) for row in self.height],
+                "z": [numbers(row, digits=4) for row in self.height],
             },
             "marked": {name: list(place) for name, place in self.marked.items()},
             "first": self.first,

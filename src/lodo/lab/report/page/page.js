@@ -254,8 +254,8 @@
       });
       Plotly.react(canvas, made, layout({
         hovermode: "closest", uirevision: "1",
-        xaxis: axis("x", { range: [data.contour.x[0], data.contour.x.at(-1)] }),
-        yaxis: axis("y", { range: [data.contour.y[0], data.contour.y.at(-1)] }),
+        xaxis: axis("x", { showgrid: false, range: [data.contour.x[0], data.contour.x.at(-1)] }),
+        yaxis: axis("y", { showgrid: false, range: [data.contour.y[0], data.contour.y.at(-1)] }),
       }), settings);
     }
 
