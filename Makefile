@@ -11,7 +11,7 @@ test: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(MAKE) --no-print-directory docs
-	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=worksteal
+	$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
