@@ -417,7 +417,7 @@ def test_workers_find_the_data(folder, tmp_path, monkeypatch):
 
 def test_the_digits_of_scikit_learn_need_no_files(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    args = ("--optimizers", "adam(lr=0.01)", "--steps", 60, "--seeds", 1, "--workers", 1, "--out", tmp_path / "out")
+    args = ("--optimizers", "adam(lr=0.01)", "--steps", 60, "--seeds", 1, "--workers", 0, "--out", tmp_path / "out")
     out = invoke("--data", "digits", *args)
     assert "The data is NOT MNIST but scikit-learn's digits" in out
     table = (tmp_path / "out" / "mlp" / "table.md").read_text()
