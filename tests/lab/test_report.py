@@ -239,6 +239,7 @@ def test_the_command_of_a_search_asks_for_the_same(task, optimizer, asked, monke
 
 def test_the_command_of_a_search_that_is_not_known():
     assert tune_command(None, Path("out")) == "lodo tune TASK --optimizer NAME --out out"
+    assert tune_command(None, Path("out"), 0) == "lodo tune TASK --optimizer NAME --confirm 0 --out out"
 
 
 def test_the_folder_of_curves_may_be_named_itself(results, tmp_path):

@@ -474,6 +474,7 @@ class TestCommand:
         found = summary(tmp_path)
         assert found["trials"] == (64 if sampler == "paper" else 6)
         assert found["paper"] == {"lr": 0.0987, "beta": 0.9359}
+        assert found["confirm"] == 2
         (folder,) = (tmp_path / "tune").iterdir()
         assert {path.name for path in folder.iterdir()} == {
             "generations.pdf",

@@ -27,7 +27,7 @@ from lodo.lab.report.figures import save_picture
 from lodo.lab.run import read_weights, threads
 from lodo.lab.sweep import RunError
 from lodo.lab.tasks import TASKS
-from lodo.lab.tuning import SAMPLERS
+from lodo.lab.tuning import CONFIRM, SAMPLERS
 from lodo.theory.parts import PARTS, part
 
 app = typer.Typer(
@@ -37,6 +37,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+Workers = Annotated[int | None, typer.Option(help="Processes; 0 works in this one, without Dask. Default: one a core.")]
+Scheduler = Annotated[
+    str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
+]
+Data = Annotated[str | None, typer.Option(help="Folder with data sets, or 'digits', as for `lodo run`.")]
 
 
 @app.callback()
@@ -103,12 +110,8 @@ def run(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for curves, tables and figures.")] = Path("results"),
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; 0 works in this one, without Dask. Default: one a core.")
-    ] = None,
-    scheduler: Annotated[
-        str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
-    ] = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
     checkpoint_every: Annotated[
         float,
         typer.Option(
@@ -187,13 +190,13 @@ def tune(
             "takes the sampler's result as it is, as the paper does.",
             min=0,
         ),
-    ] = 4,
+    ] = CONFIRM,
     seed: Annotated[int, typer.Option(help="Draws the trials and their runs.", min=0)] = 0,
     task: Annotated[
         str | None,
         typer.Option(help="Options of the task that differ from the paper's, such as 'n=200, condition=1e4'."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder with data sets, or 'digits', as for `lodo run`.")] = None,
+    data: Data = None,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -202,12 +205,8 @@ def tune(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for runs, tuned values and figures.")] = Path("results"),
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; 0 works in this one, without Dask. Default: one a core.")
-    ] = None,
-    scheduler: Annotated[
-        str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
-    ] = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
 ) -> None:
     """Tune an optimizer on a task: as the paper does before it compares, or by one of Optuna's samplers.
 
@@ -303,14 +302,10 @@ def compare(
     hyperparameters: Annotated[
         Path | None, typer.Option(help="TOML file with hyperparameters, as for `lodo run`.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder with data sets, or 'digits', as for `lodo run`.")] = None,
+    data: Data = None,
     out: Annotated[Path, typer.Option(help="Folder for curves, tables and figures.")] = Path("results"),
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; 0 works in this one, without Dask. Default: one a core.")
-    ] = None,
-    scheduler: Annotated[
-        str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
-    ] = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
 ) -> None:
     """Compare optimizers of your choice on one task, and write one HTML page with tables and interactive curves.
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from lodo.lab.experiments.base import Experiment, Plan, Request, Results
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results, environments
 from lodo.lab.files import write_atomically
 from lodo.lab.report import tables
 from lodo.lab.report.figures import look, save
@@ -70,7 +70,7 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
         "settings": asdict(request),
         "rows": [asdict(row) for row in rows],
         "timings": _timings(results),
-        "environments": _environments(results),
+        "environments": environments(results),
     }
     about = experiment.about(request)
     if request.hyperparameters:
@@ -95,12 +95,6 @@ def _draw(experiment: Experiment, request: Request, results: Results, folder: Pa
             title = textwrap.fill(f"{experiment.title}: {experiment.size(request)}", int(13 * figure.get_figwidth()))
             figure.suptitle(title, fontsize="small", color="0.4")
         return [save(figure, folder / name)[0] for name, figure in figures.items()]
-
-
-def _environments(results: Results) -> list[dict[str, str]]:
-    """What the curves were made with: one entry, unless some were made earlier or elsewhere."""
-    every = [dict(curve.environment) for curves in results.values() for curve in curves]
-    return [made for i, made in enumerate(every) if made not in every[:i]]
 
 
 def _timings(results: Results) -> dict[str, float]:

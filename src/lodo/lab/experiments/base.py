@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from lodo._checks import check_int, check_real
+from lodo.lab import data
 from lodo.lab.baselines import Choice, hyperparameters, parse, with_settings
 from lodo.lab.report.plots import Paths, Plot, learning_curves
 from lodo.lab.report.tables import Row
@@ -197,6 +198,17 @@ class Experiment(ABC):
 def _plain(value: Any) -> Any:
     """A value as the command line takes it; JSON has made lists of tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def environments(results: Results) -> list[dict[str, str]]:
+    """What the curves were made with: one entry, unless some were made earlier or elsewhere."""
+    every = [dict(curve.environment) for curves in results.values() for curve in curves]
+    return [made for i, made in enumerate(every) if made not in every[:i]]
+
+
+def digest_of(request: Request, dataset: str) -> str:
+    """Of the data that a request is for: those that it names, else those that are there."""
+    return str(request.task_options.get("digest") or data.load(dataset).digest)
 
 
 def by_label(results: Results, variant: str | None = None) -> dict[str, Sequence[Curve]]:

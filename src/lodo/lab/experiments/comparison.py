@@ -10,8 +10,7 @@ from typing import ClassVar
 
 from matplotlib.figure import Figure
 
-from lodo.lab import data
-from lodo.lab.experiments.base import Experiment, Plan, Request, Results, Size, by_label, tail
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results, Size, by_label, digest_of, tail
 from lodo.lab.experiments.bowl import last
 from lodo.lab.experiments.rosenbrock import trajectories
 from lodo.lab.report.figures import band, binned, canvas, styles
@@ -62,7 +61,7 @@ class Comparison(Experiment):
 
     def plan(self, request: Request) -> Plan:
         dataset = TASKS[self.task].dataset
-        more = {} if dataset is None else {"digest": request.task_options.get("digest") or data.load(dataset).digest}
+        more = {} if dataset is None else {"digest": digest_of(request, dataset)}
         return {
             cell: [self.make_run(choice, seed, request, **more) for seed in range(request.seeds)]
             for choice, cell in zip(request.choices, self.by_choice(request), strict=True)

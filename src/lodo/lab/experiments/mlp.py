@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from lodo.lab import data
 from lodo.lab.baselines import Choice
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, digest_of, tail
 from lodo.lab.report.figures import band, binned, canvas, styles
 from lodo.lab.report.plots import Paths, Plot, learning_curves, tracked_curves
 from lodo.lab.report.tables import Row, measure
@@ -73,12 +73,12 @@ class MlpExperiment(Experiment):
 
     def plan(self, request: Request) -> Plan:
         """All settings on all seeds, the tuning seeds first."""
-        digest = request.task_options.get("digest") or data.load("mnist").digest
+        found = digest_of(request, "mnist")
         every = max(1, request.evaluations // 10) if request.evaluations else 1000
 
         def runs(choice: Choice) -> list[Run]:
             seeds = range(TUNING + request.seeds)
-            return [replace(self.make_run(choice, seed, request, digest=digest), track_every=every) for seed in seeds]
+            return [replace(self.make_run(choice, seed, request, digest=found), track_every=every) for seed in seeds]
 
         return {cell_of(choice): runs(choice) for choice in request.choices}
 

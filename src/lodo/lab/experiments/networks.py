@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lodo.lab import data
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, digest_of, tail
 from lodo.lab.report.figures import Style, band, binned, canvas, styles
 from lodo.lab.report.plots import Paths, Plot, late_focus, tracked_curves
 from lodo.lab.report.plots import learning_curves as curves_plot
@@ -85,7 +85,7 @@ class NetworkExperiment(Experiment):
     row = RankedRow
 
     def plan(self, request: Request) -> Plan:
-        found = request.task_options.get("digest") or data.load(self.dataset).digest
+        found = digest_of(request, self.dataset)
         every = max(1, request.evaluations // self.measurements) if request.evaluations else 1000
         return {
             Cell(choice.label): [

@@ -11,6 +11,7 @@ from typing import Any
 
 from lodo.lab.data import DIGITS_DIGEST
 from lodo.lab.experiments.base import Experiment, Request, Results
+from lodo.lab.tuning import CONFIRM
 
 
 def run_command(experiment: Experiment, request: Request | None, out: Path, results: Results) -> str:
@@ -47,8 +48,8 @@ def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:
     return quoted([*words, *_out(out)])
 
 
-def tune_command(search: Any, out: Path) -> str:
-    """What to type for a search, from the settings in its summary."""
+def tune_command(search: Any, out: Path, confirm: Any = CONFIRM) -> str:
+    """What to type for a search, from the settings in its summary and the seeds of its finals."""
     search = search if isinstance(search, Mapping) else {}
     choice, task = search.get("choice", {}), str(search.get("task", "TASK"))
     given, optimizer = spelled(choice.get("options", {})), str(choice.get("optimizer", "NAME"))
@@ -57,6 +58,7 @@ def tune_command(search: Any, out: Path) -> str:
     for option in ("sampler", "seed", "trials"):
         if (value := search.get(option)) not in (None, 0, "paper"):
             words += [f"--{option}", str(value)]
+    words += [] if confirm == CONFIRM else ["--confirm", str(confirm)]
     words += _space(search.get("spaces"), optimizer, choice.get("options", {}))
     options = search.get("task_options", {})
     plain = {name: value for name, value in options.items() if name != "digest"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -138,12 +138,6 @@ def packed(text: str) -> str:
     '</script>'
     """
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
-
-
-def environments(made_with: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Each of them once, in the order in which they appear."""
-    every = [dict(one) for one in made_with]
-    return [one for i, one in enumerate(every) if one not in every[:i]]
 
 
 def _plotly() -> str:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lodo.lab.experiments import EXPERIMENTS
-from lodo.lab.experiments.base import Experiment
+from lodo.lab.experiments.base import Experiment, environments
 from lodo.lab.experiments.comparison import Comparison
 from lodo.lab.report.commands import quoted, run_command, theory_command, tune_command
 from lodo.lab.report.found import Found, find, read_summary
-from lodo.lab.report.page import Gap, Picture, Section, environments, markdown
+from lodo.lab.report.page import Gap, Picture, Section, markdown
 from lodo.lab.tasks import TASKS
+from lodo.lab.tuning import CONFIRM
 from lodo.theory.parts import PARTS
 
 Part = tuple[str, Any]  # what is being read, in words, and a function that reads it
@@ -39,7 +40,7 @@ def section(found: Found, folder: Path, redo: str | None = None) -> Section:
         notes=experiment.notes(request, results) if results else (),
         gaps=[*_gaps(found, command), *_picture_gaps(experiment, folder, command)],
         command=command,
-        made_with=environments(curve.environment for curve in found.curves) or _summary_made_with(experiment, folder),
+        made_with=environments(results) or _summary_made_with(experiment, folder),
     )
 
 
@@ -90,7 +91,7 @@ def tuning_section(home: Path, folder: Path) -> Section | None:
         return None
     heading, _, words = table.read_text(encoding="utf-8").partition("\n")
     picture = Picture("every trial by generation, and the values that they led to", home / "generations.png")
-    command = tune_command(summary.get("search"), folder)
+    command = tune_command(summary.get("search"), folder, summary.get("confirm", CONFIRM))
     there = picture.path.is_file()
     return Section(
         f"tune-{home.name}",

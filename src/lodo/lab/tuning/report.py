@@ -54,6 +54,7 @@ def write(outcome: Outcome, storage: str, folder: Path, console: Console) -> Pat
         "study": search.name,
         "storage": without_password(storage),
         "search": search.settings,
+        "confirm": outcome.finals.seeds if outcome.finals else 0,
         "tuned": tuned,
         "paper": paper,
         "best_loss": best,
