@@ -8,8 +8,8 @@ import torch
 from rich.progress import track
 
 from lodo import LODO
-from lodo.lab.report.figures import look, save_svg
-from lodo.lab.report.network import draw_matrices, draw_network
+from lodo.lab.show.figures import look, save_svg
+from lodo.lab.show.wiring import draw_matrices, draw_network
 from lodo.lab.tasks import Bowl
 
 HOME = Path(__file__).parent / "pictures"

@@ -72,8 +72,8 @@ def take_offline(monkeypatch, cache: Path) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MIRRORS", (nobody,))
-    monkeypatch.setattr("lodo.lab.data.batches.CIFAR10_ARCHIVE", nobody + "cifar-10-binary.tar.gz")
+    monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MIRRORS", (nobody,))
+    monkeypatch.setattr("lodo.lab.data.cifar10.CIFAR10_ARCHIVE", nobody + "cifar-10-binary.tar.gz")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("no_proxy", "*")
     return nobody

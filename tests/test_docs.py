@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from lodo import LODO, __version__
 from lodo.lab import cli
 from lodo.lab.data import using
-from lodo.lab.report.network import draw_matrices, draw_network
+from lodo.lab.show.wiring import draw_matrices, draw_network
 from lodo.lab.tasks import TASKS
-from lodo.theory.base import Finding
+from lodo.lab.theory.base import Finding
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

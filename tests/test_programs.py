@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lodo.lab.baselines import parse
-from lodo.lab.conduct import conduct
 from lodo.lab.experiments import EXPERIMENTS
-from lodo.lab.experiments.bowl import LOSS
+from lodo.lab.experiments.paper.bowl import LOSS
+from lodo.lab.optimizers import parse
+from lodo.lab.pipeline import conduct
 from lodo.lab.tasks import newton_loss
 
 ROOT = Path(__file__).parents[1]

@@ -17,11 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NEEDED = (
     "py.typed",
-    "lab/paper.toml",
-    "lab/report/page/page.js",
-    "lab/rivals.toml",
-    "lab/tuning/spaces.toml",
-    "lab/baselines/l2l.weights",
+    "lab/settings/paper.toml",
+    "lab/page/page.js",
+    "lab/settings/rivals.toml",
+    "lab/settings/spaces.toml",
+    "lab/optimizers/l2l.weights",
 )
 SMOKE = """
 import torch, lodo

@@ -14,8 +14,9 @@ from torch.nn import Parameter
 
 from helpers import same
 from lodo import LODO, Diagonal, Mixing, Residual, Scalar
-from lodo.lab import baselines
-from lodo.lab.baselines import (
+from lodo.lab import optimizers as baselines
+from lodo.lab.data import using
+from lodo.lab.optimizers import (
     BASELINES,
     Choice,
     build,
@@ -28,11 +29,10 @@ from lodo.lab.baselines import (
     resolve,
     with_settings,
 )
-from lodo.lab.baselines.bases import VectorOptimizer
-from lodo.lab.baselines.frozen import FrozenLODO
-from lodo.lab.baselines.lbfgs import SCALINGS, StochasticLBFGS, two_loop
-from lodo.lab.baselines.second_order import BFGS, LevenbergMarquardt, Newton
-from lodo.lab.data import using
+from lodo.lab.optimizers.base import VectorOptimizer
+from lodo.lab.optimizers.frozen import FrozenLODO
+from lodo.lab.optimizers.lbfgs import SCALINGS, StochasticLBFGS, two_loop
+from lodo.lab.optimizers.second_order import BFGS, LevenbergMarquardt, Newton
 from lodo.lab.tasks import Bowl, Rosenbrock, make_task
 
 F64 = torch.float64

@@ -12,8 +12,8 @@ from torch.nn.functional import conv2d, cross_entropy, linear
 from digits import REAL_CIFAR10
 from interruptions import interrupted, same_but_for_time
 from lodo.lab import data
-from lodo.lab.baselines import build, parse
 from lodo.lab.data import Dataset, Labelled, using
+from lodo.lab.optimizers import build, parse
 from lodo.lab.run import Run, execute, load, threads
 from lodo.lab.tasks import TASKS, cifar10, make_task
 from lodo.lab.tasks.cifar10 import SHARE, Cifar10, augmented, moments, statistics_shares

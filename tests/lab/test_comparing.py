@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import lodo.lab
 from lodo import LODO
 from lodo.lab import cli
-from lodo.lab.baselines import BASELINES
 from lodo.lab.experiments.comparison import LOSS, TIME, Comparison
-from lodo.lab.report.found import find
-from lodo.lab.report.sections import parts, section
+from lodo.lab.optimizers import BASELINES
+from lodo.lab.page.results import find
+from lodo.lab.page.sections import parts, section
 from lodo.lab.tasks import TASKS, Task
 
 QUIET = Console(quiet=True)

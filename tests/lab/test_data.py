@@ -40,12 +40,12 @@ from lodo.lab.data import (
     MNIST_DIGEST,
     MNIST_FILES,
     VARIABLE,
-    batches,
     check_digest,
     cifar10,
-    digits,
     load,
-    mnist,
+    load_cifar10,
+    load_digits,
+    load_mnist,
     read_batch,
     read_idx,
     using,
@@ -60,7 +60,7 @@ def nobody(tmp_path, monkeypatch):
 
 def digest_of(folder):
     with using(folder):
-        return mnist().digest
+        return load_mnist().digest
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 2, 5)])
@@ -114,8 +114,8 @@ def test_a_damaged_file_is_named(content, said, tmp_path):
 def test_a_set_is_read_whole_and_once(tmp_path):
     arrays = imitation(train=30, test=20)
     with using(write_mnist(tmp_path, arrays)):
-        found = mnist()
-        assert mnist() is found
+        found = load_mnist()
+        assert load_mnist() is found
     for tensor, array in zip(
         (found.train.images, found.train.labels, found.test.images, found.test.labels), arrays, strict=True
     ):
@@ -135,7 +135,7 @@ def test_a_set_that_does_not_fit_together_is_refused(at, change, said, tmp_path)
     arrays = imitation()
     arrays[at] = change(arrays[at])
     with using(write_mnist(tmp_path, arrays)), pytest.raises(ValueError, match=said) as error:
-        mnist()
+        load_mnist()
     assert MNIST_FILES[at] in str(error.value)
 
 
@@ -150,7 +150,7 @@ def test_the_digest_is_of_the_content_alone(tmp_path):
 
 def test_other_data_than_planned_is_refused(tmp_path):
     with using(write_mnist(tmp_path)):
-        found = mnist()
+        found = load_mnist()
         check_digest(found, None)
         check_digest(found, found.digest)
         with pytest.raises(ValueError, match=f"digest must be .*{found.digest}.* got 'abc'"):
@@ -240,8 +240,8 @@ def test_fuzzed_batches_are_read_right_or_named(scratch, content):
     path = scratch / CIFAR10_FILES[0]
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "RECORDS", 3)
-        patch.setitem(batches.CIFAR10_MD5, path.name, md5(RECORDS))
+        patch.setattr(cifar10, "RECORDS", 3)
+        patch.setitem(cifar10.CIFAR10_MD5, path.name, md5(RECORDS))
         found = read_or_named(read_batch, path)
     assert found is not None or content != RECORDS
     if found is not None:
@@ -255,8 +255,8 @@ def test_fuzzed_batches_are_read_right_or_named(scratch, content):
 def test_cifar10_is_read_whole_and_once(tmp_path):
     files = cifar10_files(number=4)
     with using(write_cifar10(tmp_path, files)):
-        found = cifar10()
-        assert cifar10() is found
+        found = load_cifar10()
+        assert load_cifar10() is found
         assert load("cifar10") is found
     assert found.train.images.shape == (20, 3, 32, 32)
     assert found.test.images.shape == (4, 3, 32, 32)
@@ -285,17 +285,17 @@ def test_a_damaged_batch_is_named(change, said, tmp_path):
     files["data_batch_4.bin"] = change(files["data_batch_4.bin"])
     folder = write_cifar10(tmp_path, files)
     with using(folder), pytest.raises(ValueError, match=said) as error:
-        cifar10()
+        load_cifar10()
     assert str(error.value).startswith(str(folder / "cifar-10-batches-bin" / "data_batch_4.bin"))
 
 
 def test_an_original_batch_cut_between_images_is_named(tmp_path, monkeypatch):
     files = cifar10_files(number=4)
-    monkeypatch.setattr(batches, "RECORDS", 4)
-    monkeypatch.setattr(batches, "CIFAR10_MD5", {name: md5(content) for name, content in files.items()})
+    monkeypatch.setattr(cifar10, "RECORDS", 4)
+    monkeypatch.setattr(cifar10, "CIFAR10_MD5", {name: md5(content) for name, content in files.items()})
     files["data_batch_2.bin"] = files["data_batch_2.bin"][:-3073]
     with using(write_cifar10(tmp_path, files)), pytest.raises(ValueError, match=r"data_batch_2.bin is cut short: it"):
-        cifar10()
+        load_cifar10()
 
 
 # ---------------------------------------------------------------- the digits of scikit-learn
@@ -303,10 +303,10 @@ def test_an_original_batch_cut_between_images_is_named(tmp_path, monkeypatch):
 
 def test_the_digits_need_no_file():
     with using(Path("digits")):
-        found = digits()
+        found = load_digits()
         assert load("mnist") is load("cifar10") is found
         with pytest.raises(ValueError, match="data must be a folder for this set, got 'digits'"):
-            mnist()
+            load_mnist()
     assert found.digest == DIGITS_DIGEST
     assert found.train.images.shape == (1500, 8, 8)
     assert found.test.images.shape == (297, 8, 8)
@@ -328,7 +328,7 @@ def test_a_folder_called_digits_is_a_folder(tmp_path, monkeypatch):
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ValueError, match=r"digits need scikit-learn, of the extra lab: pip install 'lodo\[lab\]'"):
-        digits.__wrapped__()
+        load_digits.__wrapped__()
 
 
 def test_other_names_are_refused():
@@ -434,8 +434,8 @@ HALF = len(FILES[FIRST]) // 2
 def mirror(serve, monkeypatch):
     """A mirror with an imitation of MNIST that counts as the original."""
     made = serve(FILES)
-    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MIRRORS", (made.url,))
-    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MD5", {name: md5(content) for name, content in FILES.items()})
+    monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MIRRORS", (made.url,))
+    monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MD5", {name: md5(content) for name, content in FILES.items()})
     return made
 
 
@@ -447,8 +447,8 @@ def holds(folder, files):
 
 def test_missing_files_are_downloaded(mirror, tmp_path, capsys):
     with using(tmp_path / "new"):
-        found = mnist()
-        assert mnist() is found
+        found = load_mnist()
+        assert load_mnist() is found
     np.testing.assert_array_equal(found.train.images.numpy(), imitation()[0])
     assert holds(tmp_path / "new" / "mnist", FILES)
     assert mirror.sent == SIZE
@@ -459,11 +459,11 @@ def test_missing_files_are_downloaded(mirror, tmp_path, capsys):
 
 def test_the_default_folder_is_in_the_users_cache(mirror, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    mnist()
+    load_mnist()
     assert holds(tmp_path / "cache" / "lodo" / "data" / "mnist", FILES)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    mnist()
+    load_mnist()
     assert holds(tmp_path / "home" / ".cache" / "lodo" / "data" / "mnist", FILES)
 
 
@@ -473,7 +473,7 @@ def test_what_is_there_is_not_asked_for_nor_overwritten(mirror, tmp_path):
     (folder / MNIST_FILES[1]).unlink()
     own = {name: (folder / name).read_bytes() for name in MNIST_FILES if name != MNIST_FILES[1]}
     with using(tmp_path):
-        mnist()
+        load_mnist()
     assert mirror.asked == [(MNIST_FILES[1], None)]
     assert holds(folder, own | {MNIST_FILES[1]: FILES[MNIST_FILES[1]]})
 
@@ -483,7 +483,7 @@ def test_a_damaged_file_is_refused_not_overwritten(mirror, tmp_path):
     folder = write_mnist(tmp_path) / "mnist"
     (folder / FIRST).write_bytes(damaged)
     with using(tmp_path), pytest.raises(ValueError, match=f"{FIRST} is cut short.*delete it to download it anew"):
-        mnist()
+        load_mnist()
     assert (folder / FIRST).read_bytes() == damaged
     assert not mirror.asked
 
@@ -491,7 +491,7 @@ def test_a_damaged_file_is_refused_not_overwritten(mirror, tmp_path):
 def test_a_broken_connection_is_continued(mirror, tmp_path):
     mirror.stops = [HALF, 1000]
     with using(tmp_path):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "mnist", FILES)
     assert mirror.asked[:3] == [(FIRST, None), (FIRST, f"bytes={HALF}-"), (FIRST, f"bytes={HALF + 1000}-")]
     assert mirror.sent == SIZE
@@ -501,7 +501,7 @@ def test_a_silent_connection_is_continued(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr("lodo.lab.data.download.TIMEOUT", 0.3)
     mirror.stops, mirror.patient = [HALF], True
     with using(tmp_path):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "mnist", FILES)
     assert mirror.asked[1] == (FIRST, f"bytes={HALF}-")
 
@@ -509,10 +509,10 @@ def test_a_silent_connection_is_continued(mirror, tmp_path, monkeypatch):
 def test_a_part_is_continued_by_the_next_command(mirror, tmp_path):
     mirror.stops = [HALF, 0]  # a second connection without a byte
     with using(tmp_path), pytest.raises(ValueError, match=f"the connection ended after {HALF:,} of"):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "mnist", {f"{FIRST}.part": FILES[FIRST][:HALF]})
     with using(tmp_path):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "mnist", FILES)
     assert mirror.sent == SIZE
 
@@ -532,7 +532,7 @@ def test_whatever_the_part_is_the_file_is_right(mirror, part, asked, tmp_path):
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / f"{FIRST}.part").write_bytes(part)
     with using(tmp_path):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "mnist", FILES)
     wanted = [(FIRST, None if begin is None else f"bytes={begin}-") for begin in asked]
     assert [request for request in mirror.asked if request[0] == FIRST] == wanted
@@ -541,7 +541,7 @@ def test_whatever_the_part_is_the_file_is_right(mirror, part, asked, tmp_path):
 def test_a_server_without_ranges_sends_all_again(mirror, tmp_path):
     mirror.ranges, mirror.stops = False, [HALF]
     with using(tmp_path):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "mnist", FILES)
     assert mirror.sent == HALF + SIZE
 
@@ -549,18 +549,18 @@ def test_a_server_without_ranges_sends_all_again(mirror, tmp_path):
 def test_a_server_that_always_breaks_off_is_given_up(mirror, tmp_path):
     mirror.ranges, mirror.stops = False, [HALF] * 10
     with using(tmp_path), pytest.raises(ValueError, match="the connection ended after"):
-        mnist()
+        load_mnist()
     assert len(mirror.asked) == 2
 
 
 def test_a_file_with_another_md5_is_refused(mirror, tmp_path):
     mirror.files = FILES | {FIRST: FILES[FIRST] + b"x"}
     with using(tmp_path), pytest.raises(ValueError, match=f"the file must have the md5 {md5(FILES[FIRST])}, got"):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "mnist", {})
     (tmp_path / "mnist" / f"{FIRST}.part").write_bytes(FILES[FIRST][:HALF])
     with using(tmp_path), pytest.raises(ValueError, match="the file must have the md5"):
-        mnist()  # tried from the beginning, once
+        load_mnist()  # tried from the beginning, once
     assert holds(tmp_path / "mnist", {})
     assert [wanted for _, wanted in mirror.asked] == [None, f"bytes={HALF}-", None]
 
@@ -568,30 +568,30 @@ def test_a_file_with_another_md5_is_refused(mirror, tmp_path):
 def test_the_next_mirror_continues_what_another_began(mirror, serve, nobody, tmp_path, monkeypatch):
     first, wrong = serve(FILES), serve(dict.fromkeys(FILES, b"<html>log in first</html>"))
     first.stops = [HALF, 0]
-    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MIRRORS", (nobody, first.url, serve({}).url, mirror.url))
+    monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MIRRORS", (nobody, first.url, serve({}).url, mirror.url))
     with using(tmp_path / "a"):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "a" / "mnist", FILES)
     assert mirror.asked == [(FIRST, f"bytes={HALF}-")]
-    monkeypatch.setattr("lodo.lab.data.idx.MNIST_MIRRORS", (wrong.url, mirror.url))
+    monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MIRRORS", (wrong.url, mirror.url))
     with using(tmp_path / "b"):
-        mnist()
+        load_mnist()
     assert holds(tmp_path / "b" / "mnist", FILES)
 
 
 def test_without_a_network_the_error_says_what_to_put_where(nobody, tmp_path):
     with using(tmp_path), pytest.raises(ValueError, match="are missing in") as error:
-        mnist()
+        load_mnist()
     folder = repr(str(tmp_path / "mnist"))
     for said in (*MNIST_FILES, folder, nobody, "refused", "--data DIR", "LODO_DATA", "--data digits needs no download"):
         assert said in str(error.value)
     write_mnist(tmp_path / "some")
     (tmp_path / "some" / "mnist" / MNIST_FILES[2]).unlink()
     with using(tmp_path / "some"), pytest.raises(ValueError, match=f"^{MNIST_FILES[2]} is missing in") as error:
-        mnist()
+        load_mnist()
     assert FIRST not in str(error.value)
     with using(tmp_path), pytest.raises(ValueError, match=r"are missing in .*cifar-10-batches-bin") as error:
-        cifar10()
+        load_cifar10()
     for said in (*CIFAR10_FILES, nobody + "cifar-10-binary.tar.gz", "--data digits"):
         assert said in str(error.value)
 
@@ -599,17 +599,18 @@ def test_without_a_network_the_error_says_what_to_put_where(nobody, tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(mirror, tmp_path):
     (tmp_path / "file").touch()
     with using(tmp_path / "file"), pytest.raises(ValueError, match=r"cannot be downloaded: .*file.*put them into"):
-        mnist()
+        load_mnist()
     assert not mirror.asked
 
 
 SCRIPT = """
 import json, sys
-from lodo.lab.data import idx, mnist
+from lodo.lab.data import load_mnist
+from lodo.lab.data import mnist as idx
 idx.MNIST_MIRRORS, idx.MNIST_MD5 = json.loads(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
-print(mnist().digest, flush=True)
+print(load_mnist().digest, flush=True)
 """
 
 
@@ -658,7 +659,7 @@ def test_a_killed_download_is_continued(mirror, start, tmp_path):
     process.wait()
     assert holds(tmp_path / "mnist", {part.name: FILES[FIRST][:HALF]})
     with using(tmp_path):
-        mnist()  # nor is there a lock left
+        load_mnist()  # nor is there a lock left
     assert holds(tmp_path / "mnist", FILES)
     assert mirror.asked[1] == (FIRST, f"bytes={HALF}-")
 
@@ -674,7 +675,7 @@ def test_two_processes_at_once_download_once(mirror, start, tmp_path):
     mirror.release()
     outs = [process.communicate(timeout=60)[0] for process in (first, second)]
     with using(tmp_path):
-        assert outs == [mnist().digest + "\n"] * 2
+        assert outs == [load_mnist().digest + "\n"] * 2
     assert holds(tmp_path / "mnist", FILES)
     assert mirror.sent == SIZE
 
@@ -704,9 +705,9 @@ def archive(serve, monkeypatch):
     def make(members):
         content = packed(members)
         made = serve({"cifar-10-binary.tar.gz": content})
-        monkeypatch.setattr(batches, "CIFAR10_ARCHIVE", f"{made.url}cifar-10-binary.tar.gz")
-        monkeypatch.setattr(batches, "CIFAR10_ARCHIVE_MD5", md5(content))
-        monkeypatch.setattr(batches, "CIFAR10_MD5", {name: md5(batch) for name, batch in BATCHES.items()})
+        monkeypatch.setattr(cifar10, "CIFAR10_ARCHIVE", f"{made.url}cifar-10-binary.tar.gz")
+        monkeypatch.setattr(cifar10, "CIFAR10_ARCHIVE_MD5", md5(content))
+        monkeypatch.setattr(cifar10, "CIFAR10_MD5", {name: md5(batch) for name, batch in BATCHES.items()})
         return made
 
     return make
@@ -719,7 +720,7 @@ def test_an_archive_is_downloaded_and_its_batches_unpacked_alone(archive, tmp_pa
     )
     mirror.stops = [5000]
     with using(tmp_path / "data"):
-        found = cifar10()
+        found = load_cifar10()
     assert holds(tmp_path / "data" / "cifar-10-batches-bin", BATCHES)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     assert found.test.images.numpy().tobytes() == b"".join(
@@ -733,7 +734,7 @@ def test_batches_that_are_there_stay(archive, tmp_path):
     own = cifar10_files(seed=1)
     del own["data_batch_5.bin"]
     with using(write_cifar10(tmp_path, own)):
-        cifar10()
+        load_cifar10()
     found = own | {"data_batch_5.bin": BATCHES["data_batch_5.bin"]}
     assert holds(tmp_path / "cifar-10-batches-bin", found)
 
@@ -744,7 +745,7 @@ def test_unpacking_goes_on_after_an_interruption(archive, tmp_path):
     folder = write_cifar10(tmp_path, files) / "cifar-10-batches-bin"
     (folder / "cifar-10-binary.tar.gz.part").write_bytes(mirror.files["cifar-10-binary.tar.gz"])
     with using(tmp_path):
-        cifar10()
+        load_cifar10()
     assert holds(folder, BATCHES)
     assert not mirror.asked
 
@@ -759,16 +760,16 @@ def test_unpacking_goes_on_after_an_interruption(archive, tmp_path):
 def test_an_archive_without_the_right_batch_is_refused(archive, members, said, tmp_path):
     archive(members)
     with using(tmp_path), pytest.raises(ValueError, match=f"^data_batch_1.bin is missing in .*{said}"):
-        cifar10()
+        load_cifar10()
     assert not (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").exists()
 
 
 def test_what_is_no_archive_is_refused(archive, monkeypatch, tmp_path):
     mirror = archive(MEMBERS)
     mirror.files = {"cifar-10-binary.tar.gz": mirror.files["cifar-10-binary.tar.gz"][:-5000]}
-    monkeypatch.setattr(batches, "CIFAR10_ARCHIVE_MD5", md5(mirror.files["cifar-10-binary.tar.gz"]))
+    monkeypatch.setattr(cifar10, "CIFAR10_ARCHIVE_MD5", md5(mirror.files["cifar-10-binary.tar.gz"]))
     with using(tmp_path), pytest.raises(ValueError, match="cannot be unpacked"):
-        cifar10()
+        load_cifar10()
 
 
 # ---------------------------------------------------------------- the real ones
@@ -776,7 +777,7 @@ def test_what_is_no_archive_is_refused(archive, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not REAL, reason=f"{VARIABLE} has no MNIST")
 def test_the_real_digits():
-    found = mnist()
+    found = load_mnist()
     assert found.digest == MNIST_DIGEST
     assert found.train.images.shape == (60_000, 28, 28)
     assert found.test.images.shape == (10_000, 28, 28)
@@ -787,7 +788,7 @@ def test_the_real_digits():
 
 @pytest.mark.skipif(not REAL_CIFAR10, reason=f"{VARIABLE} has no CIFAR-10")
 def test_the_real_cifar10():
-    found = cifar10()
+    found = load_cifar10()
     assert found.digest == CIFAR10_DIGEST
     assert found.train.images.shape == (50_000, 3, 32, 32)
     assert found.test.images.shape == (10_000, 3, 32, 32)

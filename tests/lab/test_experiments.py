@@ -12,16 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from lodo.lab.baselines import Choice, parse
 from lodo.lab.cli import app
-from lodo.lab.conduct import conduct
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import tail
-from lodo.lab.experiments.bowl import AT_100K, LOSS, tracking_error
-from lodo.lab.experiments.rosenbrock import late
-from lodo.lab.report.figures import binned, styles
-from lodo.lab.report.tables import Row, markdown, measure
+from lodo.lab.experiments.paper.bowl import AT_100K, LOSS, tracking_error
+from lodo.lab.experiments.paper.rosenbrock import late
+from lodo.lab.optimizers import Choice, parse
+from lodo.lab.pipeline import conduct
 from lodo.lab.run import Curve, Run, load
+from lodo.lab.show.figures import binned, styles
+from lodo.lab.show.tables import Row, markdown, measure
 
 ROW_KEYS = {"optimizer", "metric", "mean", "std", "seeds", "diverged", "paper_mean", "paper_std"}
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lodo.lab.run import threads
 from lodo.lab.tasks import fused
-from lodo.lab.tasks.fused import Block
 from lodo.lab.tasks.generator import _halve, fused_scores, initial_weights, inputs, sample, scores
+from lodo.lab.tasks.generator_kernels import Block
 
 FAN_INS = [5, *[20, 9, 120] * 20, 20]  # of the layers: the first, twenty blocks of three, the last
 

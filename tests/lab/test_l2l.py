@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from lodo.lab.baselines.l2l import HIDDEN, L2L, Net, bowls, losses, preprocess, restore, tracking_error, train
+from lodo.lab.optimizers.l2l import HIDDEN, L2L, Net, bowls, losses, preprocess, restore, tracking_error, train
 
 SHAPES = [(), (1,), (3, 1, 4), (0, 2), (7,)]
 TINY = {"episodes": 30, "n": 5, "batch": 2, "check_every": 10, "check_steps": 100}

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 from digits import REAL, imitation, take_offline, write_mnist
 from interruptions import interrupted, same_but_for_time
 from lodo.lab import data
-from lodo.lab.baselines import Choice, build, parse
 from lodo.lab.cli import app
-from lodo.lab.data import DIGITS_DIGEST, MNIST_DIGEST, VARIABLE, mnist, using
+from lodo.lab.data import DIGITS_DIGEST, MNIST_DIGEST, VARIABLE, load_mnist, using
 from lodo.lab.experiments.base import Cell, tail
-from lodo.lab.experiments.mlp import (
+from lodo.lab.experiments.beyond.mlp import (
     ACCURACY,
     BY_BETA,
     EVERY,
@@ -35,6 +34,7 @@ from lodo.lab.experiments.mlp import (
     chosen,
     paired_difference,
 )
+from lodo.lab.optimizers import Choice, build, parse
 from lodo.lab.run import Curve, Run, execute, load
 from lodo.lab.tasks import Mlp, make_task
 from lodo.lab.tasks.mlp import shrink
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 def digits(folder):
     """A small imitation of MNIST, for a test."""
     with using(folder):
-        yield mnist()
+        yield load_mnist()
 
 
 # ---------------------------------------------------------------- the task
@@ -80,7 +80,7 @@ def test_images_are_normalised_by_the_training_set(digits):
 
 
 def test_images_of_8_by_8_pixels_are_used_as_they_are():
-    small = data.digits()
+    small = data.load_digits()
     rows = small.train.images.reshape(1500, 64)
     assert torch.equal(shrink(small.train.images), rows)
     with using("digits"):

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from digits import REAL, take_offline
 from interruptions import interrupted, same_but_for_time
 from lodo.lab import data
-from lodo.lab.baselines import Choice, build, hyperparameters, parse
 from lodo.lab.cli import app
 from lodo.lab.data import DIGITS_DIGEST, MNIST_DIGEST, VARIABLE, using
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import Cell
-from lodo.lab.experiments.mnist import (
+from lodo.lab.experiments.paper.images import SPEED, RankedRow, last_tracked, ranked, speed
+from lodo.lab.experiments.paper.mnist import (
     AT_50K_SECONDS,
     AT_300K,
     BETAS,
@@ -34,11 +34,11 @@ from lodo.lab.experiments.mnist import (
     draw_inputs,
     grid,
 )
-from lodo.lab.experiments.networks import SPEED, RankedRow, last_tracked, ranked, speed
 from lodo.lab.files import save_state
-from lodo.lab.report.figures import save_picture
-from lodo.lab.report.tables import Row
+from lodo.lab.optimizers import Choice, build, hyperparameters, parse
 from lodo.lab.run import Curve, Run, execute, load, read_weights, threads
+from lodo.lab.show.figures import save_picture
+from lodo.lab.show.tables import Row
 from lodo.lab.tasks import Mnist, make_task
 from lodo.lab.tasks.base import Task
 from lodo.lab.tasks.generator import inputs, sample, scores

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lodo import LODO
-from lodo.lab.baselines import build, parse
-from lodo.lab.conduct import conduct
 from lodo.lab.experiments import EXPERIMENTS, options
+from lodo.lab.optimizers import build, parse
+from lodo.lab.pipeline import conduct
 from lodo.lab.run import Curve
 from lodo.lab.tasks import make_task
 

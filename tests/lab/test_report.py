@@ -19,18 +19,18 @@ from typer.testing import CliRunner
 
 from browser import chromium, names, opened, plot, traces
 from lodo.lab import cli
-from lodo.lab.baselines import BASELINES, Choice
-from lodo.lab.conduct import conduct
 from lodo.lab.data import using
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import Cell
-from lodo.lab.report import colours, plots
-from lodo.lab.report.commands import run_command, tune_command
-from lodo.lab.report.figures import styles
-from lodo.lab.report.found import Found, find, read_request
-from lodo.lab.report.page import Section, markdown, render
-from lodo.lab.report.sections import parts, section
+from lodo.lab.optimizers import BASELINES, Choice
+from lodo.lab.page.commands import run_command, tune_command
+from lodo.lab.page.render import Section, markdown, render
+from lodo.lab.page.results import Found, find, read_request
+from lodo.lab.page.sections import parts, section
+from lodo.lab.pipeline import conduct
 from lodo.lab.run import Curve, Run
+from lodo.lab.show import colours, plots
+from lodo.lab.show.figures import styles
 from lodo.lab.tuning.search import plan
 
 ROSENBROCK, BOWL = EXPERIMENTS["rosenbrock"], EXPERIMENTS["bowl"]

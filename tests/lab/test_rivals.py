@@ -22,17 +22,26 @@ from typer.testing import CliRunner
 
 from helpers import same
 from interruptions import interrupted, same_but_for_time
-from lodo.lab.baselines import COSTS, Choice, build, hyperparameters, needs_graph, paper_hyperparameters, parse, resolve
-from lodo.lab.baselines.rivals import Known, read, rivals
-from lodo.lab.baselines.wrapped import Eager, Reshaped
 from lodo.lab.cli import app
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import tail
-from lodo.lab.experiments.rivals import RivalRow, step_time
-from lodo.lab.report.figures import canvas
-from lodo.lab.report.labels import Point, label_points, overlap
-from lodo.lab.report.tables import markdown
+from lodo.lab.experiments.beyond.rivals import RivalRow, step_time
+from lodo.lab.optimizers import (
+    COSTS,
+    Choice,
+    build,
+    hyperparameters,
+    needs_graph,
+    paper_hyperparameters,
+    parse,
+    resolve,
+)
+from lodo.lab.optimizers.adapters import Eager, Reshaped
+from lodo.lab.optimizers.rivals import Known, read, rivals
 from lodo.lab.run import Curve, Run, execute, load
+from lodo.lab.show.figures import canvas
+from lodo.lab.show.labels import Point, label_points, overlap
+from lodo.lab.show.tables import markdown
 from lodo.lab.tasks import Bowl, Rosenbrock
 
 NAMES = list(rivals())
@@ -179,7 +188,7 @@ def test_heavyball_leaves_torch_alone_and_is_not_imported_unasked():
         import random, sys, warnings
         import numpy as np
         import sympy, torch
-        from lodo.lab.baselines import build, resolve
+        from lodo.lab.optimizers import build, resolve
         from lodo.lab.experiments import EXPERIMENTS
         from lodo.lab.tasks import Bowl
 

@@ -19,8 +19,8 @@ import torch
 from interruptions import interrupted, same_but_for_time
 from lodo._checks import check_int
 from lodo.lab import run as module
-from lodo.lab.baselines import build, paper_hyperparameters
 from lodo.lab.files import load_state, read_checked, remove_leftovers, save_state
+from lodo.lab.optimizers import build, paper_hyperparameters
 from lodo.lab.run import FORMAT, Run, execute, load, read_weights
 from lodo.lab.tasks import TASKS, Bowl
 
@@ -345,7 +345,7 @@ def test_a_repeated_loss_that_is_not_finite_is_diverged(tmp_path, monkeypatch):
     """Also in the very last step."""
     losses = iter([1.0, 1.0, 1.0, float("nan")])
     monkeypatch.setattr("lodo.lab.tasks.Bowl.evaluate", lambda self, graph=False: next(losses))
-    monkeypatch.setattr("lodo.lab.baselines.lbfgs.StochasticLBFGS.gradient", lambda self: torch.ones(12))
+    monkeypatch.setattr("lodo.lab.optimizers.lbfgs.StochasticLBFGS.gradient", lambda self: torch.ones(12))
     run = bowl("olbfgs", 4)
     execute(run, tmp_path)
     assert load(run, tmp_path).diverged

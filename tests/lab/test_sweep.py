@@ -19,8 +19,8 @@ from filelock import FileLock
 from typer.testing import CliRunner
 
 from lodo.lab.cli import app
+from lodo.lab.executor import RunError, sweep
 from lodo.lab.run import Run, execute, load
-from lodo.lab.sweep import RunError, sweep
 
 SETTINGS = ("--steps", "6000", "--seeds", "2", "--optimizers", "lodo, olbfgs", "--checkpoint-every", "0.2")
 
@@ -168,7 +168,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(cluster, tmp_path):
 
 
 def test_a_folder_that_the_cluster_does_not_share_is_noticed(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("lodo.lab.sweep.load", lambda run, folder: None)
+    monkeypatch.setattr("lodo.lab.executor.load", lambda run, folder: None)
     with pytest.raises(RunError, match="share"):
         sweep([Run("rosenbrock", "adam", 0, 20)], tmp_path, scheduler=cluster.scheduler_address)
 

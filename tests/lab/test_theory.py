@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from lodo import Mixing
 from lodo.lab.cli import app
-from lodo.theory import represent
-from lodo.theory.base import symmetric
-from lodo.theory.dynamics import (
+from lodo.lab.theory import represent
+from lodo.lab.theory.base import symmetric
+from lodo.lab.theory.dynamics import (
     Bound,
     accumulated,
     flow,
@@ -31,12 +31,12 @@ from lodo.theory.dynamics import (
     scaled_error,
     velocity,
 )
-from lodo.theory.expressiveness import fit, mix, preconditioner, random_layers, sparse_matrix
-from lodo.theory.minima import deep_linear, descend, mixing, orthogonal_start
-from lodo.theory.pairings import Group, entropy, exact_epsilon, pairings, sampled_epsilon
-from lodo.theory.parts import PARTS
-from lodo.theory.represent import product, route
-from lodo.theory.saddle import growth, negative_eigenvalue, random_mixing_matrix
+from lodo.lab.theory.expressiveness import fit, mix, preconditioner, random_layers, sparse_matrix
+from lodo.lab.theory.minima import deep_linear, descend, mixing, orthogonal_start
+from lodo.lab.theory.pairings import Group, entropy, exact_epsilon, pairings, sampled_epsilon
+from lodo.lab.theory.parts import PARTS
+from lodo.lab.theory.represent import product, route
+from lodo.lab.theory.saddle import growth, negative_eigenvalue, random_mixing_matrix
 
 seeds = st.integers(0, 2**32 - 1)
 

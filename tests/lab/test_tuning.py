@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState, create_trial
 from typer.testing import CliRunner
 
-from lodo.lab.baselines import BASELINES, Choice, paper_hyperparameters
 from lodo.lab.cli import app
 from lodo.lab.experiments.base import tail
+from lodo.lab.optimizers import BASELINES, Choice, paper_hyperparameters
 from lodo.lab.run import load
 from lodo.lab.tasks import TASKS
 from lodo.lab.tuning import SAMPLERS
@@ -31,7 +31,7 @@ from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.finals import Finals, finalists
 from lodo.lab.tuning.outcome import Outcome, conduct
 from lodo.lab.tuning.search import Search, plan
-from lodo.lab.tuning.spaces import Schedule, Space, parse_spaces, schedule, spaces
+from lodo.lab.tuning.space import Schedule, Space, parse_spaces, schedule, spaces
 from lodo.lab.tuning.study import _abandoned, _Claims, finished_trials, open_study, tune, without_password
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)

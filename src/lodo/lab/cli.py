@@ -14,21 +14,21 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lodo._checks import check_choice
-from lodo.lab.baselines import BASELINES
-from lodo.lab.baselines.l2l import EPISODES, train
-from lodo.lab.baselines.weights import save_weights
 from lodo.lab.calls import parse_options
-from lodo.lab.conduct import conduct
 from lodo.lab.data import DIGITS_DIGEST, using
+from lodo.lab.executor import RunError
 from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.comparison import Comparison
-from lodo.lab.experiments.mnist import draw_images, grid
-from lodo.lab.report.figures import save_picture
+from lodo.lab.experiments.paper.mnist import draw_images, grid
+from lodo.lab.optimizers import BASELINES
+from lodo.lab.optimizers.l2l import EPISODES, train
+from lodo.lab.optimizers.l2l_weights import save_weights
+from lodo.lab.pipeline import conduct
 from lodo.lab.run import read_weights, threads
-from lodo.lab.sweep import RunError
+from lodo.lab.show.figures import save_picture
 from lodo.lab.tasks import TASKS
+from lodo.lab.theory.parts import PARTS, part
 from lodo.lab.tuning import CONFIRM, SAMPLERS
-from lodo.theory.parts import PARTS, part
 
 app = typer.Typer(
     help="LODO's laboratory: the paper's experiments, each in one command.",
@@ -265,7 +265,7 @@ def theory(
     out: Annotated[Path, typer.Option(help="Folder for numbers, words and figures.")] = Path("results"),
 ) -> None:
     """Check the paper's theory by computation: what holds, under which conditions, and where it stops holding."""
-    from lodo.theory.report import write as write_finding
+    from lodo.lab.theory.report import write as write_finding
 
     console = Console()
     with _errors_in_words(console, "what was finished is kept"):
@@ -312,7 +312,7 @@ def compare(
     For a task of your own see lodo.lab.compare.
     """
     from lodo.lab.comparing import write_comparison
-    from lodo.lab.report.found import find
+    from lodo.lab.page.results import find
 
     console = Console()
     kept = "finished runs and checkpoints are kept: the same command continues from here"
@@ -340,8 +340,8 @@ def report(
 
     The page needs no network and no other file. What is missing says which command makes it.
     """
-    from lodo.lab.report.page import write_page
-    from lodo.lab.report.sections import parts
+    from lodo.lab.page.render import write_page
+    from lodo.lab.page.sections import parts
 
     console = Console()
     with _errors_in_words(console, "nothing was written"):

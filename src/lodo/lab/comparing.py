@@ -16,16 +16,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lodo._checks import check_choice, check_int
-from lodo.lab.baselines import BASELINES, Baseline, Choice, parse
-from lodo.lab.conduct import conduct
 from lodo.lab.experiments.base import by_label
 from lodo.lab.experiments.comparison import Comparison
-from lodo.lab.report.commands import run_command
-from lodo.lab.report.found import Found, find
-from lodo.lab.report.page import write_page
-from lodo.lab.report.sections import section
-from lodo.lab.report.tables import Row
+from lodo.lab.optimizers import BASELINES, Baseline, Choice, parse
+from lodo.lab.page.commands import run_command
+from lodo.lab.page.render import write_page
+from lodo.lab.page.results import Found, find
+from lodo.lab.page.sections import section
+from lodo.lab.pipeline import conduct
 from lodo.lab.run import Curve
+from lodo.lab.show.tables import Row
 from lodo.lab.tasks import TASKS, Task
 
 Loss = Callable[[], Tensor]

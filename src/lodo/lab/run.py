@@ -33,8 +33,8 @@ import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not declared so
 
 from lodo._checks import check_int, check_real
-from lodo.lab.baselines import build, decays, library_versions, needs_graph
 from lodo.lab.files import load_state, remove_leftovers, save_state, write_atomically
+from lodo.lab.optimizers import build, decays, library_versions, needs_graph
 from lodo.lab.tasks import TASKS, make_task
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Run:
 
     Args:
         task: its name, as in `lodo.lab.tasks.TASKS`.
-        optimizer: its full name, as `lodo.lab.baselines.resolve` gives it.
+        optimizer: its full name, as `lodo.lab.optimizers.resolve` gives it.
         seed: draws everything random.
         evaluations: ends the run after that many evaluations of a loss and its gradient (the paper's "steps").
         seconds: ends it after that much training time. The earlier of the two counts.

@@ -11,9 +11,9 @@ import os
 
 from lodo._checks import check_choice
 from lodo.lab.data.base import BUNDLED, VARIABLE, Dataset, Labelled, check_digest, using
-from lodo.lab.data.batches import CIFAR10_DIGEST, CIFAR10_FILES, cifar10, read_batch
-from lodo.lab.data.bundled import DIGITS_DIGEST, digits
-from lodo.lab.data.idx import MNIST_DIGEST, MNIST_FILES, mnist, read_idx
+from lodo.lab.data.cifar10 import CIFAR10_DIGEST, CIFAR10_FILES, load_cifar10, read_batch
+from lodo.lab.data.digits import DIGITS_DIGEST, load_digits
+from lodo.lab.data.mnist import MNIST_DIGEST, MNIST_FILES, load_mnist, read_idx
 
 __all__ = [
     "CIFAR10_DIGEST",
@@ -26,16 +26,16 @@ __all__ = [
     "Dataset",
     "Labelled",
     "check_digest",
-    "cifar10",
-    "digits",
     "load",
-    "mnist",
+    "load_cifar10",
+    "load_digits",
+    "load_mnist",
     "read_batch",
     "read_idx",
     "using",
 ]
 
-SETS = {"mnist": mnist, "cifar10": cifar10}
+SETS = {"mnist": load_mnist, "cifar10": load_cifar10}
 
 
 def load(name: str) -> Dataset:
@@ -46,4 +46,4 @@ def load(name: str) -> Dataset:
     torch.Size([1500, 8, 8])
     """
     check_choice("name", name, SETS)
-    return digits() if os.environ.get(VARIABLE) == BUNDLED else SETS[name]()
+    return load_digits() if os.environ.get(VARIABLE) == BUNDLED else SETS[name]()

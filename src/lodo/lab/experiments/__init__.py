@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from lodo.lab.experiments.base import Experiment, Request
-from lodo.lab.experiments.bowl import BowlExperiment
-from lodo.lab.experiments.cifar10 import Cifar10Experiment
-from lodo.lab.experiments.frozen import FrozenExperiment
-from lodo.lab.experiments.mlp import MlpExperiment
-from lodo.lab.experiments.mnist import AblationsExperiment, MnistExperiment, MomentumExperiment
-from lodo.lab.experiments.noise import NoiseExperiment
-from lodo.lab.experiments.options import OptionsExperiment
-from lodo.lab.experiments.rivals import RivalsExperiment
-from lodo.lab.experiments.rosenbrock import RosenbrockExperiment
+from lodo.lab.experiments.beyond.mlp import MlpExperiment
+from lodo.lab.experiments.beyond.options import OptionsExperiment
+from lodo.lab.experiments.beyond.rivals import RivalsExperiment
+from lodo.lab.experiments.paper.bowl import BowlExperiment
+from lodo.lab.experiments.paper.cifar10 import Cifar10Experiment
+from lodo.lab.experiments.paper.frozen import FrozenExperiment
+from lodo.lab.experiments.paper.mnist import AblationsExperiment, MnistExperiment, MomentumExperiment
+from lodo.lab.experiments.paper.noise import NoiseExperiment
+from lodo.lab.experiments.paper.rosenbrock import RosenbrockExperiment
 
 __all__ = ["EXPERIMENTS", "Experiment", "Request"]
 

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 from lodo._checks import check_int, check_real
 from lodo.lab import data
-from lodo.lab.baselines import Choice, hyperparameters, parse, with_settings
-from lodo.lab.report.plots import Paths, Plot, learning_curves
-from lodo.lab.report.tables import Row
+from lodo.lab.optimizers import Choice, hyperparameters, parse, with_settings
 from lodo.lab.run import Curve, Run
+from lodo.lab.show.plots import Paths, Plot, learning_curves
+from lodo.lab.show.tables import Row
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import ClassVar
 from matplotlib.figure import Figure
 
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results, Size, by_label, digest_of, tail
-from lodo.lab.experiments.bowl import last
-from lodo.lab.experiments.rosenbrock import trajectories
-from lodo.lab.report.figures import band, binned, canvas, styles
-from lodo.lab.report.plots import Paths, Plot, learning_curves, tracked_curves
-from lodo.lab.report.tables import Row, measure
+from lodo.lab.experiments.paper.bowl import last
+from lodo.lab.experiments.paper.rosenbrock import trajectories
 from lodo.lab.run import COLUMNS, Curve
+from lodo.lab.show.figures import band, binned, canvas, styles
+from lodo.lab.show.plots import Paths, Plot, learning_curves, tracked_curves
+from lodo.lab.show.tables import Row, measure
 from lodo.lab.tasks import TASKS
 
 LOSS = "loss over the last 10 %"

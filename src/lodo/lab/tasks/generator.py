@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import avg_pool2d, conv2d, pad
 
-from lodo.lab.tasks.fused import MULTIPLIER, Block
+from lodo.lab.tasks.generator_kernels import MULTIPLIER, Block
 
 BRIGHTNESSES = 256
 INPUTS, CHANNELS, HIDDEN = 5, 20, 40

@@ -14,7 +14,7 @@ from optuna.samplers import BaseGASampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from lodo.lab.tuning.spaces import Schedule, Space
+from lodo.lab.tuning.space import Schedule, Space
 
 
 class EvolutionSampler(BaseGASampler):

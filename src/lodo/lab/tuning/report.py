@@ -18,13 +18,13 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from lodo.lab.baselines import paper_hyperparameters
 from lodo.lab.files import write_atomically
-from lodo.lab.report.figures import canvas, look, save
+from lodo.lab.optimizers import paper_hyperparameters
+from lodo.lab.show.figures import canvas, look, save
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.outcome import Outcome
 from lodo.lab.tuning.search import Search
-from lodo.lab.tuning.spaces import Space
+from lodo.lab.tuning.space import Space
 from lodo.lab.tuning.study import finished_trials, without_password
 
 _BLUE, _GREY, _ORANGE, _GREEN = "#0072b2", "#999999", "#d55e00", "#009e73"

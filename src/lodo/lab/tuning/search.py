@@ -18,13 +18,13 @@ from optuna.trial import FrozenTrial
 
 from lodo._checks import check_choice, check_int
 from lodo.lab import data
-from lodo.lab.baselines import Choice, hyperparameters, parse
+from lodo.lab.optimizers import Choice, hyperparameters, parse
 from lodo.lab.run import Run
 from lodo.lab.tasks import TASKS
 from lodo.lab.tuning import PAPER, SAMPLERS
 from lodo.lab.tuning.evolution import EvolutionSampler
-from lodo.lab.tuning.spaces import Schedule, Space, parse_spaces, spaces
-from lodo.lab.tuning.spaces import schedule as made_schedule
+from lodo.lab.tuning.space import Schedule, Space, parse_spaces, spaces
+from lodo.lab.tuning.space import schedule as made_schedule
 
 _FIRST_SEED = 1000  # of the runs, so that tuned values are tried on seeds that they were not tuned on
 
@@ -45,7 +45,7 @@ class Search:
         trials: how many there are, for other samplers than the paper's.
 
     Example:
-        >>> from lodo.lab.tuning.spaces import schedule, spaces
+        >>> from lodo.lab.tuning.space import schedule, spaces
         >>> search = Search("bowl", Choice("lodo"), spaces("lodo"), schedule("paper", "bowl"))
         >>> search.number, search.run(35, {"lr": 0.5, "meta_lr": 1e-3, "1 - beta": 0.25}).options["beta"]
         (320, 0.75)

@@ -26,9 +26,9 @@ from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import make_url
 
+from lodo.lab.executor import crew, loaded
 from lodo.lab.experiments.base import tail
 from lodo.lab.run import Curve, Run
-from lodo.lab.sweep import crew, loaded
 from lodo.lab.tuning.finals import Finals
 from lodo.lab.tuning.search import Search
 

@@ -1,0 +1,1 @@
+"""Experiments that the paper does not have."""

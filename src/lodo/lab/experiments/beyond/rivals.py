@@ -1,0 +1,277 @@
+"""Today's optimizers beside the paper's on the noisy quadratic bowl: what they reach, and what a step costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
+from lodo.lab.experiments.paper.bowl import (
+    AT_100K,
+    FRESH,
+    check_noise,
+    compare,
+    draw_curves,
+    tracking_error,
+    tracking_plot,
+)
+from lodo.lab.optimizers import BASELINES, COSTS, QUADRATIC, Choice, parse
+from lodo.lab.optimizers.rivals import Known, rivals
+from lodo.lab.run import Curve
+from lodo.lab.show.figures import Style, canvas
+from lodo.lab.show.labels import Point, label_points
+from lodo.lab.show.plots import Line, Paths, Plot
+from lodo.lab.show.tables import Row, measure
+from lodo.lab.tasks import newton_loss
+
+_ADAM, _LODO = "Adam", Cell("LODO")  # times are compared with Adam's; LODO is in every panel
+_PANEL = 9  # curves that one panel can hold
+_COLORS = dict(zip((*COSTS, ""), ("#0072b2", "#d55e00", "#009e73", "#882255", "#7f7f7f"), strict=True))
+
+
+@dataclass(frozen=True)
+class RivalRow(Row):
+    """A figure with its cost class, its time, and what was known before."""
+
+    columns: ClassVar[tuple[str, ...]] = ("optimizer", "error", "seeds", "µs a step", "x Adam", "known", "difference")
+
+    cost: str = ""
+    microseconds: float = 0.0
+    times_adam: float | None = None
+    known: float | None = None
+    known_steps: int | None = None
+    steps: int | None = None
+
+    @property
+    def section(self) -> str:
+        return heading(self.cost)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        known, difference = "", ""
+        if self.known is not None and self.known_steps is not None:
+            known = f"{self.known:g} ({_short(self.known_steps)})"
+            if self.mean is not None and self.steps == self.known_steps:
+                difference = f"{100 * (self.mean / self.known - 1):+.1f} %"
+        times = "" if self.times_adam is None else f"{self.times_adam:.1f}"
+        return self.optimizer, self.ours, self.runs, f"{self.microseconds:.0f}", times, known, difference
+
+
+def _short(steps: int) -> str:
+    return f"{steps // 1000}k" if steps % 1000 == 0 else f"{steps:,}"
+
+
+class RivalsExperiment(Experiment):
+    """Every row of rivals.toml."""
+
+    name = "bowl-rivals"
+    title = "Rivals on the noisy quadratic bowl"
+    shows = "not in the paper: today's optimizers at tuned settings on its bowl, by what a step costs and takes"
+    task = "bowl"
+    full = Size(evaluations=30_000, seeds=4)
+    quick = Size(evaluations=4_000, seeds=2)
+    optimizers = ", ".join(rivals())
+    tracks = False
+    row = RivalRow
+
+    def parse(self, optimizers: str) -> list[Choice]:
+        """As everywhere, and by the names of rivals.toml."""
+        return parse(optimizers, {name: rival.choice for name, rival in rivals().items()})
+
+    def spell(self, choice: Choice) -> str:
+        names = {rival.choice.label: name for name, rival in rivals().items()}
+        name = names.get(replace(choice, options={}).label)
+        return super().spell(choice if name is None else replace(choice, optimizer=name))
+
+    def plan(self, request: Request) -> Plan:
+        check_noise(request)
+        return self.by_choice(request)
+
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        costs, knowns = _costs(request), {} if request.task_options else _knowns()
+        times = {cell.label: step_time(curves) for cell, curves in results.items()}
+        rows: list[RivalRow] = []
+        for (label, _), curves in results.items():
+            row = measure(label, FRESH, curves, partial(tracking_error, fresh=True))
+            known = knowns.get(label)
+            rows.append(
+                RivalRow(
+                    **asdict(row),
+                    cost=costs[label],
+                    microseconds=times[label],
+                    times_adam=times[label] / times[_ADAM] if _ADAM in times else None,
+                    known=known.error if known else None,
+                    known_steps=known.steps if known else None,
+                    steps=request.evaluations,
+                )
+            )
+        order = [*COSTS, ""]
+        return [*sorted(rows, key=lambda row: (order.index(row.cost), math.inf if row.mean is None else row.mean))]
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        best = newton_loss(**request.task_options)
+        notes = [
+            f"The best possible loss, what the noise adds in one step, is {best:.4g}.",
+            "Every optimizer's loss is the one it trains on, where it asks for the gradient, on fresh batches alone. A "
+            "run counts as diverged if its loss is not finite or worse than that of never having moved.",
+            "Settings were tuned on one seed of this bowl. Known errors are means of other seeds, or the paper's, and "
+            "compared with ours after as many steps.",
+            "Times are medians over parts of all runs, of whole training steps, the bowl's own work included, on one "
+            "thread, while the workers shared the machine. At n = 100 they tell what calls cost, not arithmetic.",
+        ]
+        there = [rival for rival in rivals().values() if rival.note and Cell(rival.choice.label) in results]
+        of_rivals = [
+            f"{'; '.join(rival.choice.label for rival in there if rival.note == text)}: {text}"
+            for text in dict.fromkeys(rival.note for rival in there)
+        ]
+        return notes + of_rivals
+
+    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
+        rows, best = self.rows(request, results), newton_loss(**request.task_options)
+        x = "seconds" if request.seconds else "evaluations"
+        return {
+            self.name: draw_costs([row for row in rows if isinstance(row, RivalRow)], best),
+            f"{self.name}-curves": draw_classes(results, _costs(request), x, best),
+        }
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        best = newton_loss(**request.task_options)
+        rows = [row for row in self.rows(request, results) if isinstance(row, RivalRow)]
+        panels = [panel for cost in (*COSTS, "") for panel in _panels(results, _costs(request), cost) if panel[1]]
+        curves = [
+            tracking_plot(
+                f"{self.name}-curves-{number}",
+                request,
+                {cell.label: results[cell] for cell in results if cell in group or cell == _LODO},
+                title,
+            )
+            for number, (title, group) in enumerate(panels)
+        ]
+        return [_costs_plot(f"{self.name}-costs", rows, best), *curves]
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        losses = {row.optimizer: row.mean for row in rows if row.mean is not None}
+        own = [label for label in losses if _is_ours(label)]
+        ours = min(own, key=lambda label: losses[label], default="LODO")
+        dense = {row.optimizer for row in rows if isinstance(row, RivalRow) and row.cost == QUADRATIC}
+        verb = "tracks the moving minimum with a loss of"
+        return compare(losses, verb, ours=ours, left_out=dense | {*own})
+
+    def about(self, request: Request) -> str:
+        """The size of what was run."""
+        task = "Not the bowl that the settings were tuned on. " if request.task_options else ""
+        return f"{self.size(request)}. {task}A step is one evaluation of the loss and its gradient."
+
+
+def _is_ours(label: str) -> bool:
+    return label.startswith("LODO")
+
+
+def _costs(request: Request) -> dict[str, str]:
+    """The cost class of every choice, or nothing where it is not known."""
+    by_title = {rival.choice.label: rival.cost for rival in rivals().values()}
+    by_name = {name: known.cost for name, known in BASELINES.items()}
+    return {
+        choice.label: by_title.get(choice.title or choice.label, by_name.get(choice.optimizer, ""))
+        for choice in request.choices
+    }
+
+
+def _knowns() -> dict[str, Known]:
+    """Known errors by label: those of rivals.toml, and the paper's."""
+    paper = {label: Known(mean, 100_000) for label, (mean, _) in AT_100K.items() if mean is not None}
+    return paper | {rival.choice.label: rival.known for rival in rivals().values() if rival.known}
+
+
+def step_time(curves: Sequence[Curve], parts: int = 100) -> float:
+    """Microseconds of training an evaluation: the median over equal parts of all runs."""
+    times: list[float] = []
+    for curve in curves:
+        steps = len(curve["step"])
+        ends = np.linspace(0, steps, min(parts, steps) + 1).astype(int)[1:] - 1
+        seconds = np.diff(curve["seconds"][ends].astype(np.float64), prepend=0.0)
+        evaluations = np.diff(curve["evaluations"][ends].astype(np.float64), prepend=0.0)
+        times.extend(1e6 * seconds / evaluations)
+    return float(np.median(times))
+
+
+def draw_costs(rows: Sequence[RivalRow], best: float) -> Figure:
+    """Error against time a step, one marker a rival, coloured by cost class."""
+    figure, (axes,) = canvas(size=(9.0, 6.0))
+    shown = [(row, row.mean) for row in rows if row.mean is not None]
+    for cost in dict.fromkeys(row.cost for row, _ in shown):
+        there = [(row.microseconds, mean, row.std or 0.0) for row, mean in shown if row.cost == cost]
+        x, y, spread = zip(*there, strict=True)
+        axes.errorbar(x, y, spread, fmt="o", ms=5, lw=1, color=_COLORS[cost], label=cost or heading(cost))
+    newton = axes.axhline(best, color="black", ls=":", lw=1, label=f"Newton ({best:.4g})")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.margins(x=0.12, y=0.08)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="microseconds a step", ylabel=FRESH, title="What they reach, and how long a step takes")
+    legend = axes.legend(title="cost of a step", loc="upper right")
+    points = [
+        Point(row.microseconds, mean, row.optimizer, _COLORS[row.cost], "bold" if _is_ours(row.optimizer) else "normal")
+        for row, mean in shown
+    ]
+    label_points(axes, points, avoid=[legend, newton])
+    return figure
+
+
+def _costs_plot(name: str, rows: Sequence[RivalRow], best: float) -> Plot:
+    """One point an optimizer, one colour a cost class."""
+    lines = []
+    for cost in dict.fromkeys(row.cost for row in rows):
+        there = [(row, row.mean) for row in rows if row.cost == cost and row.mean is not None]
+        x, y = np.array([row.microseconds for row, _ in there]), np.array([mean for _, mean in there])
+        lines.append(Line(heading(cost), {"time": x}, y, text=[row.optimizer for row, _ in there]))
+    return Plot(
+        name,
+        "What they reach, and how long a step takes",
+        {"time": "microseconds a step"},
+        FRESH,
+        lines,
+        log_x=True,
+        log_y=True,
+        marks="markers",
+        levels={f"Newton ({best:.4g})": best},
+        colors={heading(cost): Style(color, "-") for cost, color in _COLORS.items()},
+    )
+
+
+def draw_classes(results: Results, costs: Mapping[str, str], x: str, best: float) -> Figure:
+    """Learning curves, one panel a cost class (two if it is large), with LODO in every one."""
+    panels = [panel for cost in (*COSTS, "") for panel in _panels(results, costs, cost) if panel[1]]
+    figure, every = canvas(columns=min(2, len(panels)), rows=(len(panels) + 1) // 2, size=(6.6, 3.8))
+    for axes, (title, group) in zip(every, panels, strict=False):
+        draw_curves(axes, {cell: results[cell] for cell in results if cell in group or cell == _LODO}, x, best)
+        axes.set_title(title)
+    for axes in every[len(panels) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _panels(results: Results, costs: Mapping[str, str], cost: str) -> list[tuple[str, list[Cell]]]:
+    """The optimizers of a class; the paper's apart from the others if they are too many for one panel."""
+    cells = [cell for cell in results if costs[cell.label] == cost]
+    paper = {known.label for known in BASELINES.values()}
+    if len(cells) <= _PANEL:
+        return [(heading(cost), cells)]
+    return [
+        (f"{heading(cost)}, the paper's", [cell for cell in cells if cell.label in paper]),
+        (f"{heading(cost)}, others", [cell for cell in cells if cell.label not in paper]),
+    ]
+
+
+def heading(cost: str) -> str:
+    """What tables and figures write over a cost class."""
+    return f"{cost} a step" if cost else "cost not known"

@@ -1,0 +1,127 @@
+"""The paper's "Pretrained and Frozen Preconditioner": learn, freeze, move to a new bowl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
+from lodo.lab.experiments.paper.bowl import check_noise
+from lodo.lab.optimizers import Choice, hyperparameters
+from lodo.lab.run import Curve, Run
+from lodo.lab.show.figures import Style, canvas
+from lodo.lab.show.plots import Line, Paths, Plot
+from lodo.lab.show.tables import Paper, Row, measure
+
+AFTER = 200  # steps after the change that are run
+AT = 10  # "within 10 steps"
+METRIC = f"log10 of the loss {AT} steps after the change"
+LATER = f"log10 of the mean loss {AFTER // 2} to {AFTER} steps after the change"
+PAPER: Paper = (round(math.log10(4.997e22), 2), None)
+FROZEN = "frozen G, new bowl"
+KEEPS = "G that keeps learning, new bowl"
+FRESH = "fresh LODO, new bowl"
+OWN = "frozen G, its own bowl"
+_COLOURS = {FROZEN: "#aa4499", KEEPS: "#ddaa33", FRESH: "#0072b2", OWN: "#44aa99"}
+
+
+class FrozenExperiment(Experiment):
+    """A preconditioner learned on one bowl is of no use, and harmful, on another."""
+
+    name = "bowl-frozen"
+    title = "A frozen preconditioner on a new bowl"
+    shows = "Section 5.1, 'Pretrained and Frozen Preconditioner': learn, freeze, move to a new bowl"
+    task = "bowl"
+    full = Size(evaluations=100_000, seeds=8)
+    quick = Size(evaluations=20_000, seeds=2)
+    optimizers = "lodo"
+
+    def plan(self, request: Request) -> Plan:
+        """Four cells, in double precision as the losses grow beyond single; only LODO can be asked for."""
+        check_noise(request)
+        if request.evaluations is None:
+            raise ValueError("steps must be given for bowl-frozen instead of seconds: the change comes after them")
+        if any(choice.optimizer != "lodo" for choice in request.choices) or len(request.choices) > 1:
+            raise ValueError(f"optimizers must be lodo, with or without options, for {self.name}")
+        learned = request.evaluations
+        longer = replace(request, evaluations=learned + AFTER)
+        fresh = replace(request, evaluations=AFTER)
+        learning = request.choices[0]
+        frozen = Choice("lodo_frozen", {**hyperparameters(self.task, learning), "freeze_at": learned})
+
+        def runs(asked: Request, choice: Choice, **task_options: object) -> list[Run]:
+            made = [
+                self.make_run(choice, seed, asked, dtype="float64", **task_options) for seed in range(request.seeds)
+            ]
+            return [replace(run, track_every=0) for run in made]
+
+        return {
+            Cell(FROZEN): runs(longer, frozen, renew_at=learned),
+            Cell(KEEPS): runs(longer, learning, renew_at=learned),
+            Cell(FRESH): runs(fresh, learning),
+            Cell(OWN): runs(longer, frozen),
+        }
+
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        paper = (None, None) if request.task_options else PAPER
+        rows = []
+        for cell, curves in results.items():
+            alive = [replace(curve, diverged=len(_after(curve)) < AT) for curve in curves]  # ten steps after the change
+            rows.append(measure(cell.label, METRIC, alive, _at, paper if cell.label == FROZEN else (None, None)))
+        return rows + [measure(cell.label, LATER, curves, _later) for cell, curves in results.items()]
+
+    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
+        figure, (axes,) = canvas()
+        for cell, curves in results.items():
+            for i, curve in enumerate(curves):
+                losses = _after(curve)
+                label = cell.label if i == 0 else None
+                axes.plot(np.arange(1, len(losses) + 1), losses, color=_COLOURS[cell.label], lw=0.9, label=label)
+        axes.set_yscale("log")
+        axes.set_ylim(1e-1, 1e40)
+        axes.set(
+            xlabel="steps after the change", ylabel="loss", title=f"After {request.evaluations:,} steps of learning"
+        )
+        axes.legend()
+        return {"bowl-frozen": figure}
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        lines = [
+            Line(cell.label, {"after": np.arange(1, len(losses) + 1)}, losses)
+            for cell, curves in results.items()
+            for losses in map(_after, curves)
+        ]
+        title = f"After {request.evaluations:,} steps of learning, one line a seed"
+        looks = {label: Style(color, "-") for label, color in _COLOURS.items()}
+        axes = {"after": "steps after the change"}
+        return [Plot("bowl-frozen-after", title, axes, "loss", lines, log_y=True, focus=(1e-1, 1e40), colors=looks)]
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        return ["One line of the figure is one seed. A run that left the range of numbers counts as diverged."]
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        means = {row.optimizer: row.mean for row in rows if row.metric == METRIC and row.mean is not None}
+        frozen, keeps, fresh = (means.get(label, math.inf) for label in (FROZEN, KEEPS, FRESH))
+        return (
+            f"{AT} steps after the change the frozen preconditioner's loss is 10^{frozen:.1f}, that of one which keeps "
+            f"learning 10^{keeps:.1f}, and that of a LODO that starts afresh 10^{fresh:.1f}."
+        )
+
+
+def _after(curve: Curve) -> np.ndarray:
+    """The losses after the change: the last steps of a run that did not stop early."""
+    planned = curve.run.evaluations
+    assert planned is not None
+    return curve["loss"].astype(np.float64)[max(0, planned - AFTER) :]
+
+
+def _at(curve: Curve) -> float:
+    return math.log10(_after(curve)[AT - 1])
+
+
+def _later(curve: Curve) -> float:
+    return math.log10(float(_after(curve)[AFTER // 2 :].mean()))

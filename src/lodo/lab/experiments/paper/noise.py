@@ -1,0 +1,136 @@
+"""The appendix's table and figure over noise variances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats
+from lodo.lab.experiments.paper.bowl import compare, last, tracking_error
+from lodo.lab.show.figures import canvas, styles
+from lodo.lab.show.plots import Line, Paths, Plot
+from lodo.lab.show.tables import Paper, Row, measure
+from lodo.lab.tasks import newton_loss
+
+VARIANCES = (0.01, 0.1, 1.0, 10.0, 100.0)
+PAPER: dict[str, tuple[float, ...]] = {
+    "Adam": (2.03, 2.95, 15.23, 314.05, 18602.71),
+    "Momentum": (0.17, 1.67, 16.52, 164.95, 1672.73),
+    "RMSprop": (1.44, 3.20, 22.50, 1683.13, 28973.22),
+    "Yogi": (0.17, 1.80, 15.51, 209.83, 7002.78),
+    "L-BFGS (authors' slip)": (0.50, 4.89, 48.04, 494.04, 4962.88),
+    "O-LBFGS": (0.14, 1.40, 14.13, 141.46, 1405.51),
+    "LODO": (0.09, 0.89, 8.94, 89.54, 887.94),
+    "Newton": (0.07, 0.74, 7.41, 74.12, 741.18),
+}
+PAPER_SIGMA = (0.7444, 0.7421, 0.7490, 0.7479, 0.7533)
+
+
+class NoiseExperiment(Experiment):
+    """The bowl with weaker and stronger noise, hyperparameters untouched."""
+
+    name = "bowl-noise"
+    title = "Noisy quadratic bowl over noise variances"
+    shows = "the appendix's table and log-log plots over noise variances v = 0.01 ... 100"
+    task = "bowl"
+    full = Size(evaluations=100_000, seeds=8)
+    quick = Size(evaluations=10_000, seeds=1)
+    optimizers = "adam, momentum, rmsprop, yogi, lbfgs, lbfgs_slip, olbfgs, lodo, newton"
+
+    def plan(self, request: Request) -> Plan:
+        if "v" in request.task_options:
+            raise ValueError(f"v must not be among the task's options, because {self.name} goes through its own values")
+        return {
+            Cell(choice.label, f"{v:g}"): [
+                self.make_run(choice, seed, request, **({} if v == 1 else {"v": v})) for seed in range(request.seeds)
+            ]
+            for v in VARIANCES
+            for choice in request.choices
+        }
+
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        paper = {} if request.task_options else PAPER
+        rows: list[Row] = []
+        for i, v in enumerate(VARIANCES):
+            there = {cell.label: curves for cell, curves in results.items() if cell.variant == f"{v:g}"}
+            for label, curves in there.items():
+                reported: Paper = (paper[label][i], None) if label in paper else (None, None)
+                rows.append(measure(label, f"loss, v = {v:g}", curves, tracking_error, reported))
+            rows += [
+                measure(label, f"loss on fresh batches, v = {v:g}", curves, partial(tracking_error, fresh=True))
+                for label, curves in there.items()
+                if any(map(repeats, curves))
+            ]
+        for i, v in enumerate(VARIANCES):
+            for cell, curves in results.items():
+                if cell.variant == f"{v:g}" and any("sigma" in curve.columns for curve in curves):
+                    reported = (PAPER_SIGMA[i], None) if paper and cell.label == "LODO" else (None, None)
+                    rows.append(
+                        measure(cell.label, f"sigma, v = {v:g}", curves, lambda curve: last(curve, "sigma"), reported)
+                    )
+        return rows
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        return ["The paper prints two decimals, so that its smallest values are known to some 5 % only."]
+
+    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
+        figure, (left, right) = canvas(2)
+        best = [newton_loss(v=v, **request.task_options) for v in VARIANCES]
+        means = {(row.optimizer, row.metric): row.mean for row in self.rows(request, results)}
+        for label, drawn in styles(cell.label for cell in results).items():
+            losses = [means[label, f"loss, v = {v:g}"] for v in VARIANCES]
+            there = [(v, loss, low) for v, loss, low in zip(VARIANCES, losses, best, strict=True) if loss is not None]
+            if there:
+                v, loss, low = zip(*there, strict=True)
+                left.plot(v, loss, marker="o", ms=3, color=drawn.color, ls=drawn.ls, label=label)
+                ratio = [a / b for a, b in zip(loss, low, strict=True)]
+                right.plot(v, ratio, marker="o", ms=3, color=drawn.color, ls=drawn.ls, label=label)
+        for axes in (left, right):
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlabel("noise variance v")
+        left.set(ylabel="loss", title="Tracking error")
+        right.set(ylabel="loss over Newton's", title="Tracking error over the best possible")
+        right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return {"bowl-noise": figure}
+
+    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+        best = {v: newton_loss(v=v, **request.task_options) for v in VARIANCES}
+        rows = {(row.optimizer, row.metric): row for row in self.rows(request, results)}
+        losses, ratios = [], []
+        for label in dict.fromkeys(cell.label for cell in results):
+            there = [(v, row) for v in VARIANCES if (row := rows.get((label, f"loss, v = {v:g}"))) and row.mean]
+            x = {"v": np.array([v for v, _ in there])}
+            mean, std = (np.array([getattr(row, name) or 0.0 for _, row in there]) for name in ("mean", "std"))
+            over = np.array([best[v] for v, _ in there])
+            losses.append(Line(label, x, mean, mean - std, mean + std))
+            ratios.append(Line(label, x, mean / over, (mean - std) / over, (mean + std) / over))
+        axes = {"v": "noise variance v"}
+        look: dict[str, Any] = {"log_x": True, "log_y": True, "marks": "lines+markers"}
+        return [
+            Plot("bowl-noise-losses", "Tracking error", axes, "loss", losses, **look),
+            Plot("bowl-noise-ratios", "Over the best possible", axes, "loss over Newton's", ratios, **look),
+        ]
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        ratios = [
+            row.mean / v
+            for v in VARIANCES
+            for row in rows
+            if row.optimizer == "LODO" and row.metric == f"loss, v = {v:g}" and row.mean is not None
+        ]
+        at_one = {
+            row.optimizer: row.mean
+            for row in rows
+            if row.metric in ("loss, v = 1", "loss on fresh batches, v = 1") and row.mean is not None
+        }
+        if len(ratios) < 2:
+            return compare(at_one, "tracks the moving minimum at v = 1 with a loss of")
+        return (
+            f"LODO's loss over v stays within {max(ratios) / min(ratios) - 1:.1%} "
+            f"while v grows from {VARIANCES[0]:g} to {VARIANCES[-1]:g}; " + compare(at_one, "at v = 1 has a loss of")
+        )

@@ -1,0 +1,127 @@
+"""Optimizers of other libraries: which there are, and what each needs to run here."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lodo.lab.optimizers.adapters import Eager, Reshaped, ShampooState
+from lodo.lab.tasks import Task
+
+OF_THE_EXTRA = ("heavyball", "schedulefree")  # the extra `rivals`; imported when an optimizer of theirs is named
+# of pytorch_optimizer: they want to be told which parameters are theirs
+_MUON_AND_KIN = ("adago", "adamuon", "muon", "muonclip", "normuon")
+
+
+@functools.cache
+def of_torch() -> dict[str, str]:
+    """The optimizers of torch.optim, by their names in small letters."""
+    return _optimizers(torch.optim)
+
+
+@functools.cache
+def of_pytorch_optimizer() -> frozenset[str]:
+    """The names by which pytorch_optimizer knows its optimizers."""
+    import pytorch_optimizer  # takes a second
+
+    return frozenset(pytorch_optimizer.get_supported_optimizers())
+
+
+@functools.cache
+def of_extra(library: str) -> dict[str, str]:
+    """The optimizers of a library of the extra, by their names in small letters."""
+    return _optimizers(_imported(library))
+
+
+def _optimizers(module: ModuleType) -> dict[str, str]:
+    return {
+        name.lower(): name
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+
+
+def _imported(library: str) -> ModuleType:
+    try:
+        return importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"optimizers of {library} need the package {error.name}, which is not installed: pip install 'lodo[rivals]'"
+        ) from error
+
+
+def library_versions() -> dict[str, str]:
+    """Of those libraries that are installed.
+
+    >>> library_versions()["pytorch_optimizer"] == version("pytorch_optimizer")
+    True
+    """
+    found = {}
+    for library in ("pytorch_optimizer", *OF_THE_EXTRA):
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def make(name: str, task: Task, options: Mapping[str, Any]) -> Optimizer:
+    """A library's optimizer by its full name, ready to train.
+
+    ``view`` among the options is the shape in which it sees the task's one parameter.
+
+    >>> from lodo.lab.tasks import make_task
+    >>> seen = make("torch.SGD", make_task("bowl", {}, 0), {"lr": 0.1, "view": (10, 10)}).param_groups[0]["params"][0]
+    >>> seen.shape
+    torch.Size([10, 10])
+    """
+    options = dict(options)
+    shape = options.pop("view", None)
+    kind = _kind(name)
+    _check_names(kind, options)
+
+    def on(params: list[Parameter]) -> Optimizer:
+        return _ready(name, kind(_groups(name, params), **options))
+
+    return on(task.params) if shape is None else Reshaped(task.params, shape, on)
+
+
+def _kind(name: str) -> type[Optimizer]:
+    library, _, short = name.partition(".")
+    if library == "pytorch_optimizer":
+        import pytorch_optimizer
+
+        return pytorch_optimizer.load_optimizer(short)
+    kind: type[Optimizer] = getattr(torch.optim if library == "torch" else _imported(library), short)
+    return kind
+
+
+def _check_names(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+    """Refuse options that the class does not name; many of pytorch_optimizer's would ignore them."""
+    named = [name for name in inspect.signature(kind).parameters if name not in ("params", "kwargs")]
+    for name in options:
+        if name not in named:
+            raise TypeError(f"{name} is not among {', '.join([*named, 'view'])}")
+
+
+def _groups(name: str, params: list[Parameter]) -> Any:
+    return [{"params": params, "use_muon": True}] if name.rpartition(".")[2] in _MUON_AND_KIN else params
+
+
+def _ready(name: str, optimizer: Optimizer) -> Optimizer:
+    if name.startswith("heavyball."):
+        return Eager(optimizer)
+    if name == "pytorch_optimizer.scalableshampoo":
+        return ShampooState(optimizer)
+    if name.startswith("schedulefree."):
+        optimizer.train()  # type: ignore[attr-defined]  # the loss and its gradient are taken where it trains
+    return optimizer

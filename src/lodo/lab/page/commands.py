@@ -1,0 +1,145 @@
+"""The command line that makes a result again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lodo.lab.data import DIGITS_DIGEST
+from lodo.lab.experiments.base import Experiment, Request, Results
+from lodo.lab.tuning import CONFIRM
+
+
+def run_command(experiment: Experiment, request: Request | None, out: Path, results: Results) -> str:
+    """What to type for this experiment with this request; at the paper's size if there is none.
+
+    >>> from lodo.lab.experiments import EXPERIMENTS
+    >>> bowl = EXPERIMENTS["bowl"]
+    >>> request = bowl.request(quick=True, choices=bowl.parse("lodo, lodo(beta=0.5)"), task_options={"n": 50})
+    >>> run_command(bowl, request, Path("results"), {})
+    "lodo run bowl --quick --optimizers 'lodo, lodo(beta=0.5)' --task n=50"
+    """
+    words = [*experiment.command]
+    if request is not None:
+        words += _size(experiment, request)
+        if not _same_choices(experiment, request):
+            words += ["--optimizers", ", ".join(map(experiment.spell, request.choices))]
+        if options := _task_options(experiment, request):
+            words += ["--task", spelled(options)]
+        if request.hyperparameters:
+            words += ["--hyperparameters", request.hyperparameters]
+    digests = {curve.run.task_options.get("digest") for curves in results.values() for curve in curves}
+    words += ["--data", "digits"] if digests == {DIGITS_DIGEST} else []
+    return quoted([*words, *_out(out)])
+
+
+def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:
+    """What to type for a part of the theory.
+
+    >>> theory_command("saddle", {"quick": True, "seed": 0}, Path("results"))
+    'lodo theory saddle --quick'
+    """
+    words = ["lodo", "theory", name, *(["--quick"] if settings.get("quick") else [])]
+    words += ["--seed", str(settings["seed"])] if settings.get("seed") else []
+    return quoted([*words, *_out(out)])
+
+
+def tune_command(search: Any, out: Path, confirm: Any = CONFIRM) -> str:
+    """What to type for a search, from the settings in its summary and the seeds of its finals."""
+    search = search if isinstance(search, Mapping) else {}
+    choice, task = search.get("choice", {}), str(search.get("task", "TASK"))
+    given, optimizer = spelled(choice.get("options", {})), str(choice.get("optimizer", "NAME"))
+    words = ["lodo", "tune", task, "--optimizer", f"{optimizer}({given})" if given else optimizer]
+    words += _schedule(search.get("schedule"), task)
+    for option in ("sampler", "seed", "trials"):
+        if (value := search.get(option)) not in (None, 0, "paper"):
+            words += [f"--{option}", str(value)]
+    words += [] if confirm == CONFIRM else ["--confirm", str(confirm)]
+    words += _space(search.get("spaces"), optimizer, choice.get("options", {}))
+    options = search.get("task_options", {})
+    plain = {name: value for name, value in options.items() if name != "digest"}
+    words += ["--task", spelled(plain)] if plain else []
+    words += ["--data", "digits"] if options.get("digest") == DIGITS_DIGEST else []
+    return quoted([*words, *_out(out)])
+
+
+def _schedule(found: Any, task: str) -> list[str]:
+    from lodo.lab.tuning.space import schedule  # Optuna takes a second to import
+
+    try:
+        quick = json.dumps(asdict(schedule("quick", task)))
+    except ValueError:
+        return []
+    return ["--schedule", "quick"] if json.dumps(found) == quick else []
+
+
+def _space(found: Any, optimizer: str, fixed: Mapping[str, Any]) -> list[str]:
+    """Nothing if it is the optimizer's own, without what was fixed."""
+    from lodo.lab.tuning.space import spaces
+
+    every = found if isinstance(found, list) else []
+    try:
+        usual = [asdict(space) for space in spaces(optimizer) if space.name not in fixed]
+    except ValueError:
+        usual = []
+    if not every or every == usual:
+        return []
+    bounded = [
+        f"{each['kind']}({each['name']}="
+        + (f"{each['start']!r})" if each["low"] is None else f"({each['start']!r}, {each['low']!r}, {each['high']!r}))")
+        for each in every
+    ]
+    return ["--space", ", ".join(bounded)]
+
+
+def spelled(options: Mapping[str, Any]) -> str:
+    """Options as they are written on the command line.
+
+    >>> spelled({"n": 200, "model": "resnet8", "hidden": [32, 32]})
+    "n=200, model='resnet8', hidden=(32, 32)"
+    """
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in plain.items())
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Words as a shell takes them."""
+    return " ".join(map(shlex.quote, words))
+
+
+def _out(out: Path) -> list[str]:
+    return [] if out == Path("results") else ["--out", str(out)]
+
+
+def is_quick(experiment: Experiment, request: Request) -> bool:
+    """Whether it is the experiment's small variant."""
+    small = experiment.quick_task.items() <= dict(request.task_options).items()
+    return request.evaluations == experiment.quick.evaluations and small and experiment.quick != experiment.full
+
+
+def _size(experiment: Experiment, request: Request) -> list[str]:
+    quick = is_quick(experiment, request)
+    size = experiment.quick if quick else experiment.full
+    words = ["--quick"] if quick else []
+    if request.seconds is not None:
+        words += ["--seconds", f"{request.seconds:g}"]
+    elif request.evaluations != size.evaluations:
+        words += ["--steps", str(request.evaluations)]
+    return words + (["--seeds", str(request.seeds)] if request.seeds != size.seeds else [])
+
+
+def _task_options(experiment: Experiment, request: Request) -> dict[str, Any]:
+    given = experiment.quick_task if is_quick(experiment, request) else {}
+    return {name: value for name, value in request.task_options.items() if name not in given}
+
+
+def _same_choices(experiment: Experiment, request: Request) -> bool:
+    """Whether they are the experiment's own; a file of hyperparameters changes settings, and is named by itself."""
+    usual, asked = experiment.parse(experiment.optimizers), list(request.choices)
+    if request.hyperparameters:
+        return [experiment.spell(choice) for choice in usual] == [experiment.spell(choice) for choice in asked]
+    return usual == asked

@@ -1,0 +1,152 @@
+"""One self-contained HTML page: tables, plots, pictures, commands. It needs no network and no other file."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markdown_it import MarkdownIt
+from markupsafe import Markup
+
+from lodo import __version__
+from lodo.lab.files import write_atomically
+from lodo.lab.show import tables
+from lodo.lab.show.plots import Paths, Plot
+from lodo.lab.show.tables import Row
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file that is shown as it is."""
+
+    title: str
+    path: Path
+
+    @property
+    def address(self) -> str:
+        """The picture itself, as an address."""
+        return f"data:image/png;base64,{base64.b64encode(self.path.read_bytes()).decode()}"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something that is not there, and the command that makes it."""
+
+    text: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Args:
+        name: its address on the page.
+        title: its heading.
+        shows: what it is, in a sentence.
+        about: how much was run.
+        says: what was found, in a sentence.
+        rows: its tables.
+        words: further text, from Markdown.
+        plots: what the reader can turn and twist.
+        pictures: what is shown as it is.
+        notes: what a reader of the tables must know.
+        gaps: what is missing.
+        command: what makes it again.
+        made_with: versions and machines of its runs.
+    """
+
+    name: str
+    title: str
+    shows: str = ""
+    about: str = ""
+    says: str = ""
+    rows: Sequence[Row] = ()
+    words: Markup = field(default_factory=Markup)
+    plots: Sequence[Plot | Paths] = ()
+    pictures: Sequence[Picture] = ()
+    notes: Sequence[str] = ()
+    gaps: Sequence[Gap] = ()
+    command: str = ""
+    made_with: Sequence[Mapping[str, str]] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to see yet."""
+        return not (self.rows or self.plots or self.pictures or self.words)
+
+    @property
+    def tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, list[Row]]]]]:
+        """Heading, columns, and rows under their own headings."""
+        return [(metric, group[0].columns, tables.by_section(group)) for metric, group in tables.by_metric(self.rows)]
+
+
+def markdown(text: str, folder: Path) -> Markup:
+    """Markdown as HTML, with the pictures of its folder inside; HTML within it is shown as text.
+
+    >>> markdown("**Holds.** <b>", Path())
+    Markup('<p><strong>Holds.</strong> &lt;b&gt;</p>\\n')
+    """
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = parser.parse(text)
+    for inner in (child for token in tokens for child in token.children or ()):
+        if inner.type == "image":
+            path = folder / Path(str(inner.attrs["src"])).name
+            inner.attrs["src"] = Picture("", path).address if path.is_file() else ""
+    return Markup(parser.renderer.render(tokens, parser.options, {}))  # the parser has escaped what it was given
+
+
+def write_page(path: Path, title: str, sections: Sequence[Section], source: str) -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        path: the file.
+        title: its heading.
+        sections: its parts, in order.
+        source: what it was made from, in words.
+    """
+    write_atomically(path, render(title, sections, source).encode())
+
+
+def render(title: str, sections: Sequence[Section], source: str) -> str:
+    """The page as text."""
+    loader = PackageLoader("lodo.lab.page", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    plots = {plot.name: plot.data for section in sections for plot in section.plots}
+    return environment.get_template("page.html").render(
+        title=title,
+        sections=sections,
+        source=source,
+        version=__version__,
+        style=_own("page.css"),
+        script=_own("page.js"),
+        plots=packed(json.dumps(plots, separators=(",", ":"), allow_nan=False)),
+        plotly=packed(_plotly()) if plots else "",
+    )
+
+
+def packed(text: str) -> str:
+    """Text compressed, in characters that need no escaping.
+
+    >>> gzip.decompress(base64.b64decode(packed("</script>"))).decode()
+    '</script>'
+    """
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs  # takes a while
+
+    text: str = get_plotlyjs()
+    return text
+
+
+def _own(name: str) -> Markup:
+    """A file of the page's own, which goes in as it is."""
+    return Markup(resources.files("lodo.lab.page").joinpath(name).read_text(encoding="utf-8"))

@@ -1,0 +1,136 @@
+"""What a folder of results holds: of every experiment its request, its curves as far as they are there, its table."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results
+from lodo.lab.optimizers import Choice
+from lodo.lab.run import Curve, Run, load
+from lodo.lab.show.tables import Row
+from lodo.lab.tasks import TASKS
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """An experiment as far as it is there.
+
+    Args:
+        experiment: which one.
+        request: what was asked for, if anything was.
+        results: the curves of every cell that has enough of them: its first seeds, without a gap.
+        rows: its table, from the curves, or from the summary of a folder whose curves are gone.
+        missing: runs that were planned and are not there.
+    """
+
+    experiment: Experiment
+    request: Request | None = None
+    results: Results = field(default_factory=dict)
+    rows: Sequence[Row] = ()
+    missing: Sequence[Run] = ()
+
+    @property
+    def curves(self) -> Iterator[Curve]:
+        """All of them."""
+        return (curve for curves in self.results.values() for curve in curves)
+
+
+def find(experiment: Experiment, folder: Path) -> Found:
+    """What a folder has of an experiment: what its summary says was asked for, else its usual sizes.
+
+    A summary alone is enough for the table; curves alone are enough for everything.
+    """
+    summary = read_summary(folder / experiment.name / "summary.json")
+    asked = None if summary is None else read_request(summary.get("settings"))
+    usual = [experiment.request(), experiment.request(quick=True)]
+    for request in [asked] if asked else usual:
+        results, missing = _curves(experiment, request, folder / "runs")
+        if results:
+            return Found(experiment, request, results, experiment.rows(request, results), missing)
+    if summary is None or asked is None:
+        return Found(experiment)
+    return Found(experiment, asked, rows=_rows(experiment, summary.get("rows")), missing=missing)
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """A summary.json, or None if there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read: %s", path, error)
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_request(settings: Any) -> Request | None:
+    """A request as a summary has it, or None if it is not one.
+
+    >>> read_request({"evaluations": 10, "seconds": None, "seeds": 1, "choices": [{"optimizer": "lodo"}]}).seeds
+    1
+    """
+    try:
+        choices = tuple(Choice(**choice) for choice in settings["choices"])
+        return Request(**{**settings, "choices": choices})
+    except (KeyError, TypeError, ValueError) as error:
+        log.warning("a summary has settings that are not a request's: %r", error)
+        return None
+
+
+def _rows(experiment: Experiment, rows: Any) -> list[Row]:
+    try:
+        return [experiment.row(**row) for row in rows]
+    except TypeError as error:
+        log.warning("the summary of %s has rows of another version: %s", experiment.name, error)
+        return []
+
+
+def _curves(experiment: Experiment, request: Request, runs: Path) -> tuple[Results, list[Run]]:
+    """The curves of every cell up to its first seed that is not there, and the runs that are not."""
+    most: tuple[Results, list[Run]] = ({}, [])
+    for plan in _plans(experiment, request, runs):
+        results, missing = {}, []
+        for cell, planned in plan.items():
+            curves = [load(run, runs) for run in planned]
+            missing += [run for run, curve in zip(planned, curves, strict=True) if curve is None]
+            first = [curve for curve in curves[: curves.index(None) if None in curves else None] if curve is not None]
+            if len(first) >= experiment.least:
+                results[cell] = first
+        if len(results) > len(most[0]) or not most[1]:
+            most = results, missing
+    return most
+
+
+def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Plan]:
+    """What would be run, with each of the data sets that runs in the folder were made with."""
+    if TASKS[experiment.task].dataset is None:
+        yield experiment.plan(request)
+        return
+    for digest in sorted(digests(runs, experiment.task)):
+        yield experiment.plan(replace(request, task_options={**request.task_options, "digest": digest}))
+
+
+def digests(runs: Path, task: str) -> set[str]:
+    """Of the data that the runs of a task were made with."""
+    every = map(_about, runs.glob(f"{task}-*.parquet"))
+    options = (about.get("settings", {}).get("task_options", {}) for about in every)
+    return {str(one["digest"]) for one in options if "digest" in one}
+
+
+def _about(path: Path) -> Mapping[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads(pq.read_schema(path).metadata[b"lodo"])
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+        return {}
+    return about

@@ -1,0 +1,138 @@
+"""From a request to files: plan, sweep, read back, write the table and the figures."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from lodo.lab.executor import Report, loaded, sweep
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results, environments
+from lodo.lab.files import write_atomically
+from lodo.lab.run import Run
+from lodo.lab.show import tables
+from lodo.lab.show.figures import look, save
+
+
+def conduct(
+    experiment: Experiment,
+    request: Request,
+    out: Path,
+    *,
+    workers: int | None = None,
+    scheduler: str | None = None,
+    checkpoint_every: float = 10.0,
+    console: Console | None = None,
+    draw: bool = True,
+) -> Path:
+    """Run an experiment to its end and return the folder of its results.
+
+    Curves go to ``out/runs``, shared by all experiments; ``out/<name>`` gets ``summary.json``, ``table.md`` and, unless
+    ``draw`` is False, the figures. With workers, a script that calls this needs the usual
+    ``if __name__ == "__main__":`` around it.
+    """
+    console = console or Console()
+    plan = experiment.plan(request)
+    for line in experiment.needs(request):
+        console.print(line, markup=False, highlight=False)
+    runs = [run for seeds in zip(*plan.values(), strict=True) for run in seeds]  # all optimizers' first seeds first
+    with _display(plan, console) as report:
+        sweep(
+            runs,
+            out / "runs",
+            workers=workers,
+            scheduler=scheduler,
+            report=report,
+            checkpoint_every=checkpoint_every,
+        )
+    results: Results = {cell: [loaded(run, out / "runs") for run in runs] for cell, runs in plan.items()}
+    folder = out / experiment.name
+    _write(experiment, request, results, folder, console)
+    if draw:
+        written = _draw(experiment, request, results, folder)
+        console.print(f"figures: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+    return folder
+
+
+def _write(experiment: Experiment, request: Request, results: Results, folder: Path, console: Console) -> None:
+    rows, notes = experiment.rows(request, results), experiment.notes(request, results)
+    summary = {
+        "experiment": experiment.name,
+        "settings": asdict(request),
+        "rows": [asdict(row) for row in rows],
+        "timings": _timings(results),
+        "environments": environments(results),
+    }
+    about = experiment.about(request)
+    if request.hyperparameters:
+        about += f" Hyperparameters from {request.hyperparameters}."
+    write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    write_atomically(folder / "table.md", tables.markdown(experiment.title, about, rows, notes).encode())
+    say = partial(console.print, markup=False, highlight=False)
+    say(f"{experiment.title}: {about}")
+    for metric, group in tables.by_metric(rows):
+        console.print(tables.terminal(metric, group))
+    for note in notes:
+        say(f"- {note}")
+    say(f"\n{experiment.sentence(rows)}\n", style="bold")
+    say(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", soft_wrap=True)
+
+
+def _draw(experiment: Experiment, request: Request, results: Results, folder: Path) -> list[Path]:
+    """Write the figures; returns the pictures."""
+    with look():
+        figures = experiment.figures(request, results)
+        for figure in figures.values():
+            title = textwrap.fill(f"{experiment.title}: {experiment.size(request)}", int(13 * figure.get_figwidth()))
+            figure.suptitle(title, fontsize="small", color="0.4")
+        return [save(figure, folder / name)[0] for name, figure in figures.items()]
+
+
+def _timings(results: Results) -> dict[str, float]:
+    """Microseconds of training an evaluation, as measured while runs shared the machine."""
+    return {
+        " ".join(filter(None, cell)): mean(1e6 * float(c["seconds"][-1]) / float(c["evaluations"][-1]) for c in curves)
+        for cell, curves in results.items()
+    }
+
+
+@contextmanager
+def _display(plan: Plan, console: Console) -> Iterator[Report]:
+    """A bar for every optimizer and one for all, with the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    by_label: dict[str, list[Run]] = {}
+    for cell, runs in plan.items():
+        by_label.setdefault(cell.label, []).extend(runs)
+    label_of = {run: label for label, runs in by_label.items() for run in runs}
+    done = dict.fromkeys(label_of, 0.0)
+    with Progress(*columns, console=console) as progress:
+        total = progress.add_task("[bold]all[/bold]", total=len(label_of), state="")
+        bars = {
+            label: progress.add_task(escape(label), total=len(runs), state="waiting")
+            for label, runs in by_label.items()
+        }
+
+        def report(run: Run, fraction: float) -> None:
+            done[run] = max(fraction, done[run])
+            label = label_of[run]
+            for bar, runs in ((bars[label], by_label[label]), (total, list(done))):
+                parts = [done[each] for each in runs]
+                state = f"{sum(part >= 1 for part in parts)}/{len(parts)} runs"
+                progress.update(bar, completed=sum(parts), state=state)
+
+        yield report

@@ -1,0 +1,1 @@
+"""Tables of settings (TOML): hyperparameters, rivals, search spaces and schedules."""

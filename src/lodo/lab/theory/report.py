@@ -1,0 +1,50 @@
+"""From findings to files and words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lodo.lab.files import write_atomically
+from lodo.lab.show.figures import look, save
+from lodo.lab.theory.base import Finding
+
+
+def write(finding: Finding, folder: Path, settings: dict[str, Any], console: Console) -> None:
+    """A finding's ``summary.json``, ``text.md`` and figures, and its claims on the terminal."""
+    summary = {
+        "theory": finding.name,
+        "settings": settings,
+        "claims": [
+            {"text": claim.text, "holds": bool(claim.holds), "evidence": claim.evidence, "limits": claim.limits}
+            for claim in finding.claims
+        ],
+        "numbers": dict(finding.numbers),
+    }
+    write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, default=float) + "\n").encode())
+    write_atomically(folder / "text.md", text(finding).encode())
+    with look():
+        files = [save(figure, folder / name)[0] for name, figure in finding.figures.items()]
+    console.print(f"\n[bold]{finding.title}[/bold]")
+    for claim in finding.claims:
+        mark = "[green]holds[/green]" if claim.holds else "[red]does not hold[/red]"
+        console.print(f"* {claim.text} ", end="", markup=False, highlight=False)
+        console.print(mark)
+        for line in (claim.evidence, claim.limits):
+            if line:
+                console.print(f"    {line}", markup=False, highlight=False)
+    console.print(f"figures: {', '.join(map(str, files))}", markup=False, highlight=False, soft_wrap=True)
+
+
+def text(finding: Finding) -> str:
+    """The claims in Markdown."""
+    lines = [f"# {finding.title}", ""]
+    for claim in finding.claims:
+        lines += [f"**{claim.text}** {'Holds.' if claim.holds else 'Does not hold.'} {claim.evidence}"]
+        lines += [f"*Limits.* {claim.limits}"] if claim.limits else []
+        lines += [""]
+    lines += [f"![{name}]({name}.png)" for name in finding.figures]
+    return "\n".join(lines) + "\n"
