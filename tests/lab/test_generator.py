@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lodo.lab.run import threads
-from lodo.lab.tasks import fused
+from lodo.lab.tasks import generator_kernels as fused
 from lodo.lab.tasks.generator import _halve, fused_scores, initial_weights, inputs, sample, scores
 from lodo.lab.tasks.generator_kernels import Block
 

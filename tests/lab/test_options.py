@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lodo import LODO
-from lodo.lab.experiments import EXPERIMENTS, options
+from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.experiments.beyond import options
 from lodo.lab.optimizers import build, parse
 from lodo.lab.pipeline import conduct
 from lodo.lab.run import Curve
