@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab import experiments
 from lodo.lab.experiments.paper.bowl import LOSS
 from lodo.lab.optimizers import parse
 from lodo.lab.pipeline import conduct
@@ -28,7 +28,7 @@ def load(path):
 
 def test_lodo_tracks_the_noisy_bowl_better_than_adam(tmp_path):
     """The paper's central claim at 20,000 steps, with the paper's hyperparameters."""
-    experiment = EXPERIMENTS["bowl"]
+    experiment = experiments.load("bowl")
     request = experiment.request(evaluations=20_000, seeds=1, choices=parse("lodo, adam"))
     folder = conduct(experiment, request, tmp_path, workers=0)
     rows = json.loads((folder / "summary.json").read_text())["rows"]

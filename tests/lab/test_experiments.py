@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from lodo.lab import experiments
 from lodo.lab.cli import app
-from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import tail
 from lodo.lab.experiments.paper.bowl import AT_100K, LOSS, tracking_error
 from lodo.lab.experiments.paper.rosenbrock import late
@@ -92,7 +92,11 @@ def test_bins_hold_means():
 
 
 def test_every_optimizer_of_the_paper_has_a_style_of_its_own():
-    labels = [choice.label for experiment in EXPERIMENTS.values() for choice in experiment.parse(experiment.optimizers)]
+    labels = [
+        choice.label
+        for experiment in map(experiments.load, experiments.CATALOG)
+        for choice in experiment.parse(experiment.optimizers)
+    ]
     plain = {label for label in labels if "=" not in label}
     assert len(set(styles(plain).values())) == len(plain)
     many = [f"LODO (beta={i})" for i in range(20)]
@@ -100,7 +104,7 @@ def test_every_optimizer_of_the_paper_has_a_style_of_its_own():
 
 
 def test_the_papers_rows_are_all_there():
-    labels = {choice.label for choice in parse(EXPERIMENTS["bowl"].optimizers)}
+    labels = {choice.label for choice in parse(experiments.load("bowl").optimizers)}
     assert labels >= set(AT_100K)
 
 
@@ -117,7 +121,7 @@ def test_an_experiment_writes_its_files(name, steps, tmp_path):
     assert all(row["seeds"] == 2 for row in summary["rows"])
     assert any(row["mean"] is not None and row["paper_mean"] is not None for row in summary["rows"])
     table = (tmp_path / name / "table.md").read_text()
-    for choice in parse(EXPERIMENTS[name].optimizers):
+    for choice in parse(experiments.load(name).optimizers):
         assert choice.label in table or name == "bowl-frozen"
     figures = {file.suffix: file.read_bytes() for file in (tmp_path / name).iterdir()}
     assert figures[".png"].startswith(b"\x89PNG")
@@ -200,7 +204,7 @@ def test_seconds_limit_every_run_and_use_the_papers_other_column(tmp_path):
     invoke("run", "bowl", "--seconds", 0.3, "--seeds", 1, "--optimizers", "adam", "--workers", 0, "--out", tmp_path)
     summary = json.loads((tmp_path / "bowl" / "summary.json").read_text())
     assert [row["paper_mean"] for row in summary["rows"]] == [15.26]
-    experiment = EXPERIMENTS["bowl"]
+    experiment = experiments.load("bowl")
     request = experiment.request(seconds=0.3, seeds=1, choices=[Choice("adam")])
     (run,) = next(iter(experiment.plan(request).values()))
     assert load(run, tmp_path / "runs")["seconds"][-1] == pytest.approx(0.3, abs=0.2)
@@ -226,7 +230,7 @@ def test_hyperparameters_of_a_file(tmp_path, monkeypatch):
 
 
 def test_from_python(tmp_path):
-    experiment = EXPERIMENTS["rosenbrock"]
+    experiment = experiments.load("rosenbrock")
     folder = conduct(experiment, experiment.request(seeds=1, choices=[Choice("adam")]), tmp_path, workers=0)
     (row,) = json.loads((folder / "summary.json").read_text())["rows"]
     assert row["mean"] == pytest.approx(row["paper_mean"], rel=0.01)
@@ -235,7 +239,7 @@ def test_from_python(tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("bowel",), f"NAME must be one of {', '.join(EXPERIMENTS)}, got 'bowel'"),
+        (("bowel",), f"NAME must be one of {', '.join(experiments.CATALOG)}, got 'bowel'"),
         (("bowl", "--steps", "5"), "steps must be an integer >= 10, got 5"),
         (("bowl", "--seeds", "0"), "seeds must be an integer >= 1, got 0"),
         (("bowl", "--seconds", "-1"), "seconds must be a finite number in (0.0, inf), got -1"),
@@ -275,7 +279,7 @@ def test_bad_requests_are_refused_before_anything_is_written(args, said, tmp_pat
 
 def test_the_list_names_experiments_and_optimizers():
     out = invoke("run", "--list")
-    for name in (*EXPERIMENTS, "lbfgs_slip", "pytorch_optimizer"):
+    for name in (*experiments.CATALOG, "lbfgs_slip", "pytorch_optimizer"):
         assert name in out
 
 

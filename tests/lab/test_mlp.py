@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from digits import REAL, imitation, take_offline, write_mnist
 from interruptions import interrupted, same_but_for_time
-from lodo.lab import data
+from lodo.lab import data, experiments
 from lodo.lab.cli import app
 from lodo.lab.data import DIGITS_DIGEST, MNIST_DIGEST, VARIABLE, load_mnist, using
 from lodo.lab.experiments.base import Cell, tail
@@ -28,7 +28,6 @@ from lodo.lab.experiments.beyond.mlp import (
     PAPER,
     ROBUST,
     TUNING,
-    MlpExperiment,
     SettingRow,
     cell_of,
     chosen,
@@ -222,7 +221,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(digits, call, tmp_path, monkeypa
 
 
 def test_the_same_data_elsewhere_is_the_same_run(folder, tmp_path):
-    experiment = MlpExperiment()
+    experiment = experiments.load("mlp")
     other = imitation()
     other[0][0, 5, 5] ^= 1
     names = []
@@ -272,7 +271,7 @@ RESULTS = {
 
 
 def rows(results=RESULTS):
-    experiment = MlpExperiment()
+    experiment = experiments.load("mlp")
     return experiment.rows(experiment.request(seeds=2), results)
 
 
@@ -308,13 +307,13 @@ def test_accuracies_every_setting_and_every_beta():
 def test_a_method_that_always_diverges_is_shown_as_such():
     results = {cell: curves(0.1, 0.1, 0.1, diverged={0, 1, 2}) for cell in (Cell("Adam", "lr=1"), Cell("Adam", "lr=2"))}
     assert rows(results)[0].cells == ("Adam", "lr=1", "diverged", "", "1")
-    experiment = MlpExperiment()
+    experiment = experiments.load("mlp")
     (figure,) = experiment.figures(experiment.request(seeds=1), results).values()
     assert "1 diverged" in figure.axes[0].get_legend().get_texts()[0].get_text()
 
 
 def test_the_sentence():
-    sentence = MlpExperiment().sentence
+    sentence = experiments.load("mlp").sentence
     assert sentence(rows()) == (
         f"{ROBUST} has a loss of 0.3000, 45.5% below the paper's algorithm at its best beta (0.5500) "
         "and 62.5% below the best rival, Adam (0.8000)."
@@ -335,7 +334,7 @@ def test_seeds_are_compared_one_by_one():
     }
     assert paired_difference(results) == (pytest.approx(-0.15), pytest.approx(0.05))
     assert paired_difference({Cell(PAPER): curves(0.1, 0.1, 0.5, 0.9)}) is None
-    experiment = MlpExperiment()
+    experiment = experiments.load("mlp")
     assert "-0.1500 with a standard error of 0.0500" in " ".join(experiment.notes(experiment.request(), results))
 
 
@@ -348,7 +347,7 @@ def test_seeds_are_compared_one_by_one():
     ],
 )
 def test_the_notes_say_what_the_data_is(digest, said):
-    experiment = MlpExperiment()
+    experiment = experiments.load("mlp")
     notes = experiment.notes(experiment.request(), {Cell("Adam"): curves(0.1, 0.1, 0.1, digest=digest)})
     assert sum(note.startswith("The data is") for note in notes) == 1
     assert said in " ".join(notes)

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from digits import REAL, take_offline
 from interruptions import interrupted, same_but_for_time
-from lodo.lab import data
+from lodo.lab import data, experiments
 from lodo.lab.cli import app
 from lodo.lab.data import DIGITS_DIGEST, MNIST_DIGEST, VARIABLE, using
-from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import Cell
 from lodo.lab.experiments.paper.images import SPEED, RankedRow, last_tracked, ranked, speed
 from lodo.lab.experiments.paper.mnist import (
@@ -325,7 +324,7 @@ def test_a_run_that_was_planned_with_other_data_is_refused(digits, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_papers_sizes(digits, name):
-    experiment = EXPERIMENTS[name]
+    experiment = experiments.load(name)
     request = experiment.request()
     assert (request.evaluations, request.seeds) == (300_000, 1 if name == "mnist-momentum" else 8)
     assert request.task_options == {}
@@ -338,7 +337,7 @@ def test_the_papers_sizes(digits, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_quick_size_has_a_smaller_task(name):
-    experiment = EXPERIMENTS[name]
+    experiment = experiments.load(name)
     small = {"batch": 32, "validation_size": 500, "test_size": 1_000}
     assert experiment.request(quick=True).task_options == small
     assert experiment.request(quick=True, task_options={"batch": 7}).task_options == {**small, "batch": 7}
@@ -347,7 +346,7 @@ def test_the_quick_size_has_a_smaller_task(name):
 
 
 def test_the_papers_optimizers_and_ours(digits):
-    experiment = EXPERIMENTS["mnist"]
+    experiment = experiments.load("mnist")
     plan = experiment.plan(experiment.request())
     assert [cell.label for cell in plan] == [
         *("Adam", "Momentum", "RMSprop", "Yogi", "LARS", "LODO"),
@@ -359,7 +358,7 @@ def test_the_papers_optimizers_and_ours(digits):
 
 
 def test_the_ablations(digits):
-    experiment = EXPERIMENTS["mnist-ablations"]
+    experiment = experiments.load("mnist-ablations")
     plan = experiment.plan(experiment.request())
     found = {cell.label: (runs[0].optimizer, dict(runs[0].options)) for cell, runs in plan.items()}
     assert found == {
@@ -375,7 +374,7 @@ def test_the_ablations(digits):
 def test_lodo_of_the_table_and_of_the_ablations_is_one_run(digits):
     names = []
     for name in ("mnist", "mnist-ablations"):
-        experiment = EXPERIMENTS[name]
+        experiment = experiments.load(name)
         names.append([run.name for run in experiment.plan(experiment.request())[Cell("LODO")]])
     assert names[0] == names[1]
 
@@ -385,7 +384,7 @@ def test_eight_betas_whose_distances_from_one_are_geometric(digits):
     assert (BETAS[0], BETAS[-1]) == (0.0, 0.9343)
     ratios = np.diff(np.log1p(-np.array(BETAS)))
     np.testing.assert_allclose(ratios, np.log(1 - 0.9343) / 7, atol=2e-3)  # they are rounded
-    experiment = EXPERIMENTS["mnist-momentum"]
+    experiment = experiments.load("mnist-momentum")
     plan = experiment.plan(experiment.request())
     runs = [run for runs in plan.values() for run in runs]
     assert [run.options for run in runs] == [{"meta_lr": 7.946e-6, "beta": beta, "lr": 0.08459} for beta in BETAS]
@@ -394,7 +393,7 @@ def test_eight_betas_whose_distances_from_one_are_geometric(digits):
 
 @pytest.mark.parametrize(("steps", "every"), [(10, 1), (59, 1), (60, 2), (3_000, 100), (None, 1000)])
 def test_a_run_is_measured_about_thirty_times(digits, steps, every):
-    experiment = EXPERIMENTS["mnist"]
+    experiment = experiments.load("mnist")
     request = experiment.request(evaluations=steps, seconds=None if steps else 9.0, seeds=1, choices=[Choice("adam")])
     ((run,),) = experiment.plan(request).values()
     assert run.track_every == every
@@ -433,7 +432,7 @@ RESULTS = {
 
 
 def rows(name="mnist", results=RESULTS, **settings):
-    experiment = EXPERIMENTS[name]
+    experiment = experiments.load(name)
     return experiment.rows(experiment.request(**settings), results)
 
 
@@ -493,13 +492,13 @@ def test_ranks_do_not_depend_on_the_order_of_the_rows(largest_first):
 
 
 def test_the_papers_figures_are_of_optimizers_that_are_run():
-    labels = {choice.label for name in NAMES for choice in parse(EXPERIMENTS[name].optimizers)}
+    labels = {choice.label for name in NAMES for choice in parse(experiments.load(name).optimizers)}
     for table in (*AT_300K.values(), *AT_50K_SECONDS.values(), PAPER_SPEED):
         assert table.keys() <= labels
 
 
 def test_the_sentence():
-    experiment = EXPERIMENTS["mnist"]
+    experiment = experiments.load("mnist")
     said = experiment.sentence(rows())
     assert said == f"Lowest {TRAINING} first: LODO 0.4, torch.SGD 0.5, Momentum 0.7, Adam 1."
     gone = {Cell("Yogi"): RESULTS[Cell("Yogi")]}
@@ -515,12 +514,12 @@ def test_the_sentence():
     ],
 )
 def test_the_notes_say_what_the_data_is(digest, said):
-    experiment = EXPERIMENTS["mnist"]
+    experiment = experiments.load("mnist")
     assert said in experiment.notes(experiment.request(), {Cell("Adam"): curves(0.1, digest=digest)})
 
 
 def test_the_notes_say_the_batch_the_pixels_and_the_speed():
-    experiment = EXPERIMENTS["mnist"]
+    experiment = experiments.load("mnist")
     notes = " ".join(experiment.notes(experiment.request(), RESULTS))
     assert "of each of 256 images" in notes
     assert "Validation: all pixels" in notes
@@ -534,7 +533,7 @@ def test_the_notes_say_the_batch_the_pixels_and_the_speed():
 
 
 def test_the_ablations_say_what_is_known_of_the_papers():
-    experiment = EXPERIMENTS["mnist-ablations"]
+    experiment = experiments.load("mnist-ablations")
     notes = " ".join(experiment.notes(experiment.request(), RESULTS))
     assert "LODO-Global is one learned rate" in notes
     assert "LODO-Diagonal as diverged" in notes
@@ -551,7 +550,7 @@ def test_the_last_tenth_of_the_measurements_counts():
 
 
 def test_the_learning_curves_have_every_optimizer_and_say_who_diverged(digits):
-    experiment = EXPERIMENTS["mnist"]
+    experiment = experiments.load("mnist")
     figures = experiment.figures(experiment.request(), RESULTS)
     assert list(figures) == ["mnist", "mnist-inputs"]  # nothing to draw digits with
     left, middle, beside, right = figures["mnist"].axes
@@ -570,13 +569,13 @@ def test_the_learning_curves_have_every_optimizer_and_say_who_diverged(digits):
 
 
 def test_figures_of_runs_that_all_diverged(digits):
-    experiment = EXPERIMENTS["mnist"]
+    experiment = experiments.load("mnist")
     results = {Cell("Yogi"): curves(math.nan, 2.0, diverged={0, 1})}
     assert "mnist" in experiment.figures(experiment.request(), results)
 
 
 def test_loss_against_momentum(digits):
-    experiment = EXPERIMENTS["mnist-momentum"]
+    experiment = experiments.load("mnist-momentum")
     results = {Cell(f"LODO (beta={b})"): curves(1 + b, 1 + b, beta=b) for b in (0.0, 0.5, 0.9)}
     results[Cell("LODO (beta=0.95)")] = curves(1.0, diverged={0}, beta=0.95)
     figures = experiment.figures(experiment.request(), results)
@@ -784,7 +783,7 @@ def test_bad_requests_are_refused_before_anything_is_written(args, said, tmp_pat
 
 
 def test_another_batch_is_another_run(digits):
-    experiment = EXPERIMENTS["mnist"]
+    experiment = experiments.load("mnist")
     names = set()
     for batch in (None, 64, 128):
         request = experiment.request(seeds=1, choices=[Choice("adam")], task_options={"batch": batch} if batch else {})
@@ -803,6 +802,6 @@ def test_gradients_are_contiguous():
 
 
 def test_a_momentum_plot_needs_a_beta(tmp_path):
-    experiment = EXPERIMENTS["mnist-momentum"]
+    experiment = experiments.load("mnist-momentum")
     with using("digits"), pytest.raises(ValueError, match=r"optimizers must have an option beta.* got Adam"):
         experiment.plan(experiment.request(quick=True, choices=parse("adam")))

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from lodo import LODO
-from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab import experiments
 from lodo.lab.experiments.beyond import options
 from lodo.lab.optimizers import build, parse
 from lodo.lab.pipeline import conduct
 from lodo.lab.run import Curve
 from lodo.lab.tasks import make_task
 
-EXPERIMENT = EXPERIMENTS["bowl-options"]
+EXPERIMENT = experiments.load("bowl-options")
 
 
 def plan(**asked):
@@ -41,7 +41,7 @@ def test_every_option_appears_alone_and_differs_from_the_papers():
 
 
 def run_of(optimizers):
-    bowl = EXPERIMENTS["bowl"]
+    bowl = experiments.load("bowl")
     request = bowl.request(evaluations=100, seeds=1, choices=parse(optimizers))
     return next(iter(bowl.plan(request).values()))[0]
 

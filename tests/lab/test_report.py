@@ -18,9 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from browser import chromium, names, opened, plot, traces
-from lodo.lab import cli
+from lodo.lab import cli, experiments
 from lodo.lab.data import using
-from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import Cell
 from lodo.lab.optimizers import BASELINES, Choice
 from lodo.lab.page.commands import run_command, tune_command
@@ -33,7 +32,7 @@ from lodo.lab.show import colours, plots
 from lodo.lab.show.figures import styles
 from lodo.lab.tuning.search import plan
 
-ROSENBROCK, BOWL = EXPERIMENTS["rosenbrock"], EXPERIMENTS["bowl"]
+ROSENBROCK, BOWL = experiments.load("rosenbrock"), experiments.load("bowl")
 
 
 def invoke(*args, code=0):
@@ -108,7 +107,7 @@ def test_the_page_has_tables_plots_commands_and_versions(page, results):
 
 def test_what_is_missing_says_which_command_makes_it(page, results):
     text = re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.DOTALL)
-    for name in EXPERIMENTS.keys() - {"bowl", "rosenbrock"}:
+    for name in experiments.CATALOG.keys() - {"bowl", "rosenbrock"}:
         assert f"lodo run {name} --quick" in text
         assert f"<code>lodo run {name} --out {results}</code>" in text
     assert f"<code>lodo theory dynamics --out {results}</code>" in text
@@ -163,7 +162,7 @@ def test_rows_of_another_version_are_left_out(results, tmp_path, caplog):
 
 
 def test_experiments_with_data_are_found_without_the_data(tmp_path, monkeypatch):
-    experiment = EXPERIMENTS["mlp"]
+    experiment = experiments.load("mlp")
     request = experiment.request(evaluations=10, seeds=1, choices=experiment.parse("adam"))
     with using("digits"):
         conduct(experiment, request, tmp_path, workers=0, console=Console(quiet=True))
@@ -179,7 +178,9 @@ def test_experiments_with_data_are_found_without_the_data(tmp_path, monkeypatch)
 
 REQUESTS = {
     "bowl": [{}, {"quick": True}, {"evaluations": 500, "seeds": 3}, {"seconds": 20.0}, {"task_options": {"n": 20}}],
-    "bowl-rivals": [{"choices": EXPERIMENTS["bowl-rivals"].parse("psgd_lra_10, psgd_lra_10(rank=5), adam(lr=0.1)")}],
+    "bowl-rivals": [
+        {"choices": experiments.load("bowl-rivals").parse("psgd_lra_10, psgd_lra_10(rank=5), adam(lr=0.1)")}
+    ],
     "rosenbrock": [{"quick": True}, {"choices": ROSENBROCK.parse("torch.AdamW(lr=0.1, betas=(0.9, 0.99))")}],
     "mlp": [{"quick": True, "task_options": {"hidden": (8, 8)}}],
     "mnist": [{"quick": True}, {"quick": True, "task_options": {"batch": 8}}],
@@ -190,7 +191,7 @@ REQUESTS = {
 @pytest.mark.parametrize(("name", "asked"), [(name, asked) for name, many in REQUESTS.items() for asked in many])
 def test_the_command_asks_for_the_same(name, asked, monkeypatch):
     """Typed into a shell, it leads to the request that it was made from, also after a way through JSON."""
-    experiment, heard = EXPERIMENTS[name], []
+    experiment, heard = experiments.load(name), []
     request = experiment.request(**asked)
     monkeypatch.setattr(cli, "conduct", lambda experiment, request, out, **options: heard.append((request, out)))
     plain = json.loads(json.dumps({
@@ -267,9 +268,9 @@ def full_size(experiment):
 
 
 def test_the_full_bowl_set_is_under_6_megabytes():
-    names = [name for name in EXPERIMENTS if name.startswith("bowl")]
+    names = [name for name in experiments.CATALOG if name.startswith("bowl")]
     assert len(names) == 5
-    shown = [full_size(EXPERIMENTS[name]) for name in [*names, "rosenbrock"]]
+    shown = [full_size(experiments.load(name)) for name in [*names, "rosenbrock"]]
     assert sum(len(each.plots) for each in shown) > 15
     text = render("full", shown, "")
     assert len(text.encode()) < 6e6
@@ -356,7 +357,7 @@ def test_what_runs_are_called_cannot_break_the_page():
 
 def test_parts_are_in_the_order_of_the_paper(results):
     names = [name for name, _ in parts(results)]
-    assert names[: len(EXPERIMENTS)] == list(EXPERIMENTS)
+    assert names[: len(experiments.CATALOG)] == list(experiments.CATALOG)
     assert names[-1] == "bowl-adam-paper-0"
     assert Choice("adam")  # by name, as summaries have it
 

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from helpers import same
 from interruptions import interrupted, same_but_for_time
+from lodo.lab import experiments
 from lodo.lab.cli import app
-from lodo.lab.experiments import EXPERIMENTS
 from lodo.lab.experiments.base import tail
 from lodo.lab.experiments.beyond.rivals import RivalRow, step_time
 from lodo.lab.optimizers import (
@@ -45,7 +45,7 @@ from lodo.lab.show.tables import markdown
 from lodo.lab.tasks import Bowl, Rosenbrock
 
 NAMES = list(rivals())
-EXPERIMENT = EXPERIMENTS["bowl-rivals"]
+EXPERIMENT = experiments.load("bowl-rivals")
 
 
 def settings(name, **changed):
@@ -189,9 +189,10 @@ def test_heavyball_leaves_torch_alone_and_is_not_imported_unasked():
         import numpy as np
         import sympy, torch
         from lodo.lab.optimizers import build, resolve
-        from lodo.lab.experiments import EXPERIMENTS
+        from lodo.lab import experiments
         from lodo.lab.tasks import Bowl
 
+        [experiments.load(name) for name in experiments.CATALOG]
         assert not {"heavyball", "schedulefree"} & sys.modules.keys()
         import torch._dynamo, torch._inductor.config  # which have warning filters of their own
 

@@ -17,7 +17,7 @@ from lodo._checks import check_choice
 from lodo.lab.calls import parse_options
 from lodo.lab.data import DIGITS_DIGEST, using
 from lodo.lab.executor import RunError
-from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.experiments import CATALOG, load
 from lodo.lab.experiments.comparison import Comparison
 from lodo.lab.experiments.paper.mnist import draw_images, grid
 from lodo.lab.optimizers import BASELINES
@@ -128,9 +128,9 @@ def run(
     if list_them or name is None:
         _print_list(console)
         return
-    if name not in EXPERIMENTS:
-        raise typer.BadParameter(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
-    experiment = EXPERIMENTS[name]
+    if name not in CATALOG:
+        raise typer.BadParameter(f"NAME must be one of {', '.join(CATALOG)}, got {name!r}")
+    experiment = load(name)
     kept = "finished runs and checkpoints are kept: the same command continues from here"
     given = {"batch": batch, "model": model, "train_size": train_size}
     given = {name: value for name, value in given.items() if value is not None}
@@ -248,7 +248,7 @@ def tune(
                 scheduler=scheduler,
             )
         written = write(outcome, address, out / "tune" / search.name, console)
-        experiment = next((e.name for e in EXPERIMENTS.values() if e.task == search.task), search.task)
+        experiment = next((e.name for e in CATALOG.values() if e.task == search.task), search.task)
         console.print(
             f"use them: lodo run {experiment} --hyperparameters {written}",
             markup=False,
@@ -415,7 +415,7 @@ def _options(text: str | None) -> dict[str, Any]:
 
 def _print_list(console: Console) -> None:
     table = Table("name", "what it shows", "full size", "--quick")
-    for experiment in EXPERIMENTS.values():
+    for experiment in CATALOG.values():
         sizes = [f"{size.evaluations:,} steps, {size.seeds} seeds" for size in (experiment.full, experiment.quick)]
         table.add_row(experiment.name, experiment.shows, *sizes)
     console.print(table)

@@ -1,33 +1,30 @@
-"""One file per table or figure of the paper: what to run, and what the paper reports."""
+"""The experiments: one file for each table or figure of the paper, and some that the paper does not have.
+
+Importing this package imports none of them: `CATALOG` says what there is, and `load` imports the one that is asked for.
+"""
 
 from __future__ import annotations
 
-from lodo.lab.experiments.base import Experiment, Request
-from lodo.lab.experiments.beyond.mlp import MlpExperiment
-from lodo.lab.experiments.beyond.options import OptionsExperiment
-from lodo.lab.experiments.beyond.rivals import RivalsExperiment
-from lodo.lab.experiments.paper.bowl import BowlExperiment
-from lodo.lab.experiments.paper.cifar10 import Cifar10Experiment
-from lodo.lab.experiments.paper.frozen import FrozenExperiment
-from lodo.lab.experiments.paper.mnist import AblationsExperiment, MnistExperiment, MomentumExperiment
-from lodo.lab.experiments.paper.noise import NoiseExperiment
-from lodo.lab.experiments.paper.rosenbrock import RosenbrockExperiment
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = ["EXPERIMENTS", "Experiment", "Request"]
+from lodo._checks import check_choice
+from lodo.lab.experiments.catalog import CATALOG, Entry, Size
 
-EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in (
-        BowlExperiment(),
-        NoiseExperiment(),
-        FrozenExperiment(),
-        OptionsExperiment(),
-        RivalsExperiment(),
-        RosenbrockExperiment(),
-        MlpExperiment(),
-        MnistExperiment(),
-        AblationsExperiment(),
-        MomentumExperiment(),
-        Cifar10Experiment(),
-    )
-}
+if TYPE_CHECKING:
+    from lodo.lab.experiments.base import Experiment
+
+__all__ = ["CATALOG", "Entry", "Size", "load"]
+
+
+def load(name: str) -> Experiment:
+    """Import an experiment of the catalogue.
+
+    >>> load("rosenbrock").title
+    'Rosenbrock function'
+    """
+    check_choice("experiment", name, CATALOG)
+    entry = CATALOG[name]
+    module, _, kind = entry.path.partition(":")
+    experiment: Experiment = getattr(importlib.import_module(f"lodo.lab.experiments.{module}"), kind)(entry)
+    return experiment

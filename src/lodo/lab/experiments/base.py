@@ -13,18 +13,11 @@ from matplotlib.figure import Figure
 
 from lodo._checks import check_int, check_real
 from lodo.lab import data
+from lodo.lab.experiments.catalog import Entry
 from lodo.lab.optimizers import Choice, hyperparameters, parse, with_settings
 from lodo.lab.run import Curve, Run
 from lodo.lab.show.plots import Paths, Plot, learning_curves
 from lodo.lab.show.tables import Row
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much of an experiment is run."""
-
-    evaluations: int
-    seeds: int
 
 
 @dataclass(frozen=True)
@@ -72,20 +65,26 @@ Results = Mapping[Cell, Sequence[Curve]]
 
 
 class Experiment(ABC):
-    """One of the paper's experiments; its fields are the paper's sizes."""
+    """What is run, and what is shown of it.
 
-    name: str
-    title: str
-    shows: str  # which tables and figures of the paper, for the list
-    task: str
-    full: Size
-    quick: Size
+    Args:
+        entry: its name, title, task and sizes, as in the catalogue.
+    """
+
     optimizers: str  # as on the command line
     tracks: ClassVar[bool] = True  # whether it shows what tasks measure on the way
     quick_task: ClassVar[Mapping[str, Any]] = {}  # options of the task that belong to the quick size
     pictures: ClassVar[tuple[str, ...]] = ()  # figures that the page shows as they are, having no plots of them
     row: ClassVar[type[Row]] = Row  # of its table
     least: ClassVar[int] = 1  # runs that a cell must have to be shown
+
+    def __init__(self, entry: Entry) -> None:
+        self.name = entry.name
+        self.title = entry.title
+        self.shows = entry.shows
+        self.task = entry.task
+        self.full = entry.full
+        self.quick = entry.quick
 
     def request(
         self,

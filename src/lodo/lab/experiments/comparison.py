@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from matplotlib.figure import Figure
 
-from lodo.lab.experiments.base import Experiment, Plan, Request, Results, Size, by_label, digest_of, tail
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_label, digest_of, tail
+from lodo.lab.experiments.catalog import Entry, Size
 from lodo.lab.experiments.paper.bowl import last
 from lodo.lab.experiments.paper.rosenbrock import trajectories
 from lodo.lab.run import COLUMNS, Curve
@@ -44,16 +45,14 @@ class Comparison(Experiment):
         task: its name, as in `lodo.lab.tasks.TASKS`.
     """
 
-    shows = "a comparison of your own"
-    full = Size(evaluations=1_000, seeds=3)
-    quick = full
     optimizers = "lodo, adam"
     row = ComparedRow
 
     def __init__(self, task: str) -> None:
-        self.task = task
-        self.name = f"compare-{task}"
-        self.title = f"Comparison on {task}"
+        size = Size(evaluations=1_000, seeds=3)
+        super().__init__(
+            Entry(f"compare-{task}", f"Comparison on {task}", "a comparison of your own", task, full=size, quick=size)
+        )
 
     @property
     def command(self) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from lodo.lab.tuning import CONFIRM
 def run_command(experiment: Experiment, request: Request | None, out: Path, results: Results) -> str:
     """What to type for this experiment with this request; at the paper's size if there is none.
 
-    >>> from lodo.lab.experiments import EXPERIMENTS
-    >>> bowl = EXPERIMENTS["bowl"]
+    >>> from lodo.lab.experiments import load
+    >>> bowl = load("bowl")
     >>> request = bowl.request(quick=True, choices=bowl.parse("lodo, lodo(beta=0.5)"), task_options={"n": 50})
     >>> run_command(bowl, request, Path("results"), {})
     "lodo run bowl --quick --optimizers 'lodo, lodo(beta=0.5)' --task n=50"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lodo.lab.experiments import EXPERIMENTS
+from lodo.lab.experiments import CATALOG, load
 from lodo.lab.experiments.base import Experiment, environments
 from lodo.lab.experiments.comparison import Comparison
 from lodo.lab.page.commands import quoted, run_command, theory_command, tune_command
@@ -105,7 +105,7 @@ def tuning_section(home: Path, folder: Path) -> Section | None:
 
 def parts(folder: Path) -> list[Part]:
     """Every section that the page of a folder has, unread: its name, and a function that reads it or finds nothing."""
-    experiments = [*EXPERIMENTS.values(), *_comparisons(folder)]
+    experiments = [*map(load, CATALOG), *_comparisons(folder)]
     read = [(one.name, lambda one=one: section(find(one, folder), folder)) for one in experiments]
     theory = [(f"theory {name}", lambda name=name: theory_section(name, folder)) for name in PARTS]
     tunings = [(path.name, lambda path=path: tuning_section(path, folder)) for path in sorted(folder.glob("tune/*/"))]

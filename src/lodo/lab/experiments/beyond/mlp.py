@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from lodo.lab import data
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, digest_of, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, digest_of, tail
 from lodo.lab.optimizers import Choice
 from lodo.lab.run import Curve, Run
 from lodo.lab.show.figures import band, binned, canvas, styles
@@ -60,12 +60,6 @@ class SettingRow(Row):
 class MlpExperiment(Experiment):
     """Settings are chosen by the tuning seeds alone, and figures are of the held-out seeds alone."""
 
-    name = "mlp"
-    title = "Small network on 8 x 8 digits"
-    shows = "beyond the paper: a small network on MNIST (or --data digits), each method at the best of six settings"
-    task = "mlp"
-    full = Size(evaluations=3_000, seeds=4)
-    quick = Size(evaluations=250, seeds=2)
     optimizers = GRID
     pictures = ("mlp",)
     row = SettingRow

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, by_label, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, tail
 from lodo.lab.experiments.paper.bowl import draw_curves, tracking_plot
 from lodo.lab.optimizers import Choice
 from lodo.lab.run import Curve
@@ -124,12 +124,6 @@ class OptionRow(Row):
 class OptionsExperiment(Experiment):
     """The paper's algorithm with each option alone (schedule-free at rates that suit it), and combinations."""
 
-    name = "bowl-options"
-    title = "LODO's options beyond the paper"
-    shows = "beyond the paper: each option alone and combined, also where it loses, and the guard on a sudden change"
-    task = "bowl"
-    full = Size(evaluations=100_000, seeds=8)
-    quick = Size(evaluations=5_000, seeds=1)
     optimizers = "lodo"
     tracks = False
     row = OptionRow

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.experiments.paper.bowl import (
     AT_100K,
     FRESH,
@@ -71,12 +71,6 @@ def _short(steps: int) -> str:
 class RivalsExperiment(Experiment):
     """Every row of rivals.toml."""
 
-    name = "bowl-rivals"
-    title = "Rivals on the noisy quadratic bowl"
-    shows = "not in the paper: today's optimizers at tuned settings on its bowl, by what a step costs and takes"
-    task = "bowl"
-    full = Size(evaluations=30_000, seeds=4)
-    quick = Size(evaluations=4_000, seeds=2)
     optimizers = ", ".join(rivals())
     tracks = False
     row = RivalRow

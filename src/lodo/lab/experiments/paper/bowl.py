@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from lodo._checks import check_real
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, by_label, repeats, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, repeats, tail
 from lodo.lab.optimizers import BASELINES, QUADRATIC
 from lodo.lab.run import Curve
 from lodo.lab.show.figures import band, binned, canvas, styles
@@ -55,14 +55,6 @@ PAPER_SIGMA: Paper = (0.7490, None)
 class BowlExperiment(Experiment):
     """Every optimizer of Table 1."""
 
-    name = "bowl"
-    title = "Noisy quadratic bowl"
-    shows = (
-        "Table 1, Figure 2: every optimizer on the noisy quadratic bowl, and how close G comes to the inverse Hessian"
-    )
-    task = "bowl"
-    full = Size(evaluations=100_000, seeds=8)
-    quick = Size(evaluations=15_000, seeds=2)
     optimizers = "adam, momentum, rmsprop, yogi, lbfgs, lbfgs_slip, olbfgs, l2l, lodo, bfgs, lm, newton"
 
     def plan(self, request: Request) -> Plan:

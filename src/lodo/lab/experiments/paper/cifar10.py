@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from lodo import memory
 from lodo.lab import data
-from lodo.lab.experiments.base import Request, Results, Size, tail
+from lodo.lab.experiments.base import Request, Results, tail
 from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, last_tracked, learning_curves, speed
 from lodo.lab.optimizers import hyperparameters
 from lodo.lab.show.tables import Paper, Row
@@ -68,15 +68,9 @@ PAPER_SPEED: dict[str, Paper] = {
 class Cifar10Experiment(NetworkExperiment):
     """The paper's six optimizers, and LODO with the robust recipe, which needs two thirds of the memory."""
 
-    name = "cifar10"
-    title = "Image classification on CIFAR-10"
-    shows = "Section 5.4: ResNet-18 on CIFAR-10, 11 million weights; learning curves and test accuracy"
-    task = "cifar10"
     dataset = "cifar10"
     digest = data.CIFAR10_DIGEST
     tracked = ("test_accuracy", "test accuracy")
-    full = Size(evaluations=3_000, seeds=8)
-    quick = Size(evaluations=30, seeds=1)
     quick_task: ClassVar[Mapping[str, Any]] = {"model": "resnet8", "batch": 64, "train_size": 1_000, "test_size": 250}
     optimizers = "adam, momentum, rmsprop, yogi, lars, lodo, lodo(recipe='robust')"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.experiments.paper.bowl import check_noise
 from lodo.lab.optimizers import Choice, hyperparameters
 from lodo.lab.run import Curve, Run
@@ -32,12 +32,6 @@ _COLOURS = {FROZEN: "#aa4499", KEEPS: "#ddaa33", FRESH: "#0072b2", OWN: "#44aa99
 class FrozenExperiment(Experiment):
     """A preconditioner learned on one bowl is of no use, and harmful, on another."""
 
-    name = "bowl-frozen"
-    title = "A frozen preconditioner on a new bowl"
-    shows = "Section 5.1, 'Pretrained and Frozen Preconditioner': learn, freeze, move to a new bowl"
-    task = "bowl"
-    full = Size(evaluations=100_000, seeds=8)
-    quick = Size(evaluations=20_000, seeds=2)
     optimizers = "lodo"
 
     def plan(self, request: Request) -> Plan:

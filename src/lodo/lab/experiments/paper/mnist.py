@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 from lodo.lab import data
-from lodo.lab.experiments.base import Plan, Request, Results, Size, tail
+from lodo.lab.experiments.base import Plan, Request, Results, tail
 from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, learning_curves, speed
 from lodo.lab.run import Curve, read_weights, threads
 from lodo.lab.show.figures import canvas
@@ -99,16 +99,10 @@ GRID = 16  # drawn images of each optimizer
 class MnistExperiment(NetworkExperiment):
     """The paper's six optimizers, and LODO with the robust recipe."""
 
-    name = "mnist"
-    title = "Image generation on MNIST"
-    shows = "Section 5.3: image generation, 94,696 weights; learning curves, test loss, drawn digits"
-    task = "mnist"
     dataset = "mnist"
     digest = data.MNIST_DIGEST
     tracked = ("validation_loss", "validation loss")
     pictures: ClassVar[tuple[str, ...]] = ("mnist-inputs", "mnist-samples")
-    full = Size(evaluations=300_000, seeds=8)
-    quick = Size(evaluations=60, seeds=1)
     quick_task: ClassVar[Mapping[str, Any]] = {"batch": 32, "validation_size": 500, "test_size": 1_000}
     optimizers = "adam, momentum, rmsprop, yogi, lars, lodo, lodo(recipe='robust')"
 
@@ -142,9 +136,6 @@ class MnistExperiment(NetworkExperiment):
 class AblationsExperiment(MnistExperiment):
     """LODO without one of its parts at a time."""
 
-    name = "mnist-ablations"
-    title = "Image generation on MNIST, LODO and its ablations"
-    shows = "Section 5.3: LODO-Diagonal, -Global, -Residuals, -No-Momentum and -SGD on image generation"
     optimizers = "lodo, lodo_diagonal, lodo_global, lodo_residuals, lodo_no_momentum, lodo_sgd"
     pictures = ("mnist-ablations-samples",)
 
@@ -161,10 +152,6 @@ class AblationsExperiment(MnistExperiment):
 class MomentumExperiment(MnistExperiment):
     """LODO with eight values of beta, from none to the paper's best."""
 
-    name = "mnist-momentum"
-    title = "Image generation on MNIST, LODO's momentum"
-    shows = "Section 5.3, its last figure: the training loss against beta, eight values on a logarithmic grid"
-    full = Size(evaluations=300_000, seeds=1)
     optimizers = ", ".join(f"lodo(beta={beta})" for beta in BETAS)
     pictures = ()
 

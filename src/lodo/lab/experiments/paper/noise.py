@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size, repeats
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, repeats
 from lodo.lab.experiments.paper.bowl import compare, last, tracking_error
 from lodo.lab.show.figures import canvas, styles
 from lodo.lab.show.plots import Line, Paths, Plot
@@ -33,12 +33,6 @@ PAPER_SIGMA = (0.7444, 0.7421, 0.7490, 0.7479, 0.7533)
 class NoiseExperiment(Experiment):
     """The bowl with weaker and stronger noise, hyperparameters untouched."""
 
-    name = "bowl-noise"
-    title = "Noisy quadratic bowl over noise variances"
-    shows = "the appendix's table and log-log plots over noise variances v = 0.01 ... 100"
-    task = "bowl"
-    full = Size(evaluations=100_000, seeds=8)
-    quick = Size(evaluations=10_000, seeds=1)
     optimizers = "adam, momentum, rmsprop, yogi, lbfgs, lbfgs_slip, olbfgs, lodo, newton"
 
     def plan(self, request: Request) -> Plan:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, Size
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.run import Curve
 from lodo.lab.show.figures import canvas, styles
 from lodo.lab.show.plots import Paths, Plot
@@ -30,12 +30,6 @@ SHOWN = 100  # steps of the trajectories, as in the paper's figure
 class RosenbrockExperiment(Experiment):
     """Two parameters, a curved valley, no noise."""
 
-    name = "rosenbrock"
-    title = "Rosenbrock function"
-    shows = "Section 5.2 and its appendix: the table, the learning curves, the trajectories over the contours"
-    task = "rosenbrock"
-    full = Size(evaluations=200, seeds=8)
-    quick = Size(evaluations=200, seeds=2)
     optimizers = "adam, rmsprop, momentum, yogi, lodo, lodo(width=2.0)"
 
     def plan(self, request: Request) -> Plan:
