@@ -1,4 +1,7 @@
-"""Doctests of the reference, shown as code: the parser knows them under the heading ``Examples:`` alone."""
+"""Show doctests in the reference as code.
+
+The parser of docstrings recognises doctests only under the heading ``Examples:``, so this extension adds that heading.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import griffe
 
 
 def with_examples(text: str) -> str:
-    """A docstring whose doctests are all under that heading.
+    """Return the docstring with all its doctests under the heading ``Examples:``.
 
     >>> print(with_examples("Square.\\n\\n>>> 2**2\\n4\\n\\nThat is all."))
     Square.
@@ -30,9 +33,9 @@ def with_examples(text: str) -> str:
 
 
 class Doctests(griffe.Extension):
-    """Applies it to everything that is read."""
+    """The griffe extension that applies `with_examples` to every docstring."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for each object."""
+        """Rewrite the docstring of an object that griffe has loaded."""
         if obj.docstring is not None:
             obj.docstring.value = with_examples(obj.docstring.value)

@@ -1,4 +1,4 @@
-"""Formulas of the site: a fence called ``math`` holds LaTeX and becomes MathML, which browsers draw themselves."""
+"""Formulas on the site: the LaTeX in a code fence called ``math`` is converted to MathML, which browsers render."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from latex2mathml.converter import convert
 
 
 def fence(source: str, language: str, css_class: str, options: Any, md: Any, **_: Any) -> str:
-    """A formula on lines of its own.
+    """Return the HTML of a displayed formula.
 
     >>> fence("x^2", "math", "math", {}, None)[:37]
     '<div class="math" tabindex="0"><math '
@@ -17,7 +17,7 @@ def fence(source: str, language: str, css_class: str, options: Any, md: Any, **_
 
 
 def on_config(config: Any) -> Any:
-    """Tell the Markdown of the site about it."""
+    """Register the fence with the Markdown extension of the site."""
     fences = [{"name": "math", "class": "math", "format": fence}]
     config["mdx_configs"].setdefault("pymdownx.superfences", {})["custom_fences"] = fences
     return config

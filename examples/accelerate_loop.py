@@ -1,7 +1,8 @@
-"""LODO in a loop of one's own with Accelerate: `python examples/accelerate_loop.py`, again with `--resume` to go on.
+"""LODO in a custom training loop with Accelerate.
 
-`prepare` wraps LODO like any optimizer, accumulation and clipping included; `save_state` holds its state. With
-`accelerate launch` the same file trains on several processes.
+Run `python examples/accelerate_loop.py`; add `--resume` to continue a run. `prepare` wraps LODO like any other
+optimizer, including gradient accumulation and clipping, and `save_state` saves its state. With `accelerate launch` the
+same file trains on several processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from lodo import LODO
 
 
 def train(epochs: int, folder: Path, resume: bool = False) -> tuple[nn.Module, float]:
-    """Train for ``epochs`` in all, from the state in ``folder`` if ``resume``; the model and its last loss."""
+    """Train for ``epochs`` in total and return the model and its last loss.
+
+    With ``resume``, continue from the state saved in ``folder``.
+    """
     set_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     x = torch.randn(256, 4)

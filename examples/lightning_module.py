@@ -1,6 +1,7 @@
-"""LODO in a LightningModule: `python examples/lightning_module.py`, and again with `--resume` to go on.
+"""LODO in a LightningModule.
 
-LODO is returned from `configure_optimizers` like any optimizer; Lightning's checkpoints hold its state.
+Run `python examples/lightning_module.py`; add `--resume` to continue a run. `configure_optimizers` returns LODO like
+any other optimizer, and Lightning's checkpoints contain its state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Sines(lightning.LightningModule):
 
 
 def train(epochs: int, folder: Path, resume: bool = False) -> Sines:
-    """Train for ``epochs`` in all, from the last checkpoint if ``resume``."""
+    """Train for ``epochs`` in total; with ``resume``, continue from the last checkpoint."""
     lightning.seed_everything(0, verbose=False)
     x = torch.randn(256, 4)
     data = DataLoader(TensorDataset(x, torch.sin(x).sum(1, keepdim=True)), batch_size=128)

@@ -1,6 +1,7 @@
-"""Watching LODO in TensorBoard: `python examples/tensorboard_diagnostics.py; tensorboard --logdir results/tensorboard`.
+"""Monitor LODO in TensorBoard.
 
-`opt.diagnostics()` is a flat dict of numbers. W&B takes the same dict: `wandb.log(opt.diagnostics(), step=t)`.
+Run `python examples/tensorboard_diagnostics.py`, then `tensorboard --logdir results/tensorboard`. `opt.diagnostics()`
+returns a flat dict of numbers. W&B accepts the same dict: `wandb.log(opt.diagnostics(), step=t)`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lodo import LODO
 
 
 def train(steps: int, folder: Path, every: int = 10) -> dict[str, float]:
-    """Train for ``steps``, log every so many, and return the last numbers."""
+    """Train for ``steps``, log after every ``every`` of them, and return the last numbers logged."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
     opt = LODO(model.parameters(), lr=0.1, recipe="robust", nonfinite="skip")

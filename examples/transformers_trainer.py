@@ -1,8 +1,8 @@
-"""LODO in the Trainer of Transformers: `python examples/transformers_trainer.py`, again with `--resume` to go on.
+"""LODO in the Trainer of Transformers.
 
-`optimizer_cls_and_kwargs` lets the Trainer make LODO itself, with one group for weights that decay and one for the
-rest; its checkpoints hold LODO's state. The model, a tiny GPT-2 that learns to count, starts from scratch: nothing is
-downloaded.
+Run `python examples/transformers_trainer.py`; add `--resume` to continue a run. With `optimizer_cls_and_kwargs` the
+Trainer constructs LODO itself, with one group for weights with decay and one for the rest, and its checkpoints contain
+LODO's state. The model is a tiny GPT-2 that learns to count; it is trained from scratch, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lodo import LODO
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sequences such as 7 8 9 0 1 2 3 4."""
+    """Sequences of consecutive digits, such as 7 8 9 0 1 2 3 4."""
 
     def __len__(self) -> int:
         return 80
@@ -29,7 +29,7 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
 
 
 def train(steps: int, folder: Path, save_every: int = 10, resume: bool = False, warmup: int = 2) -> Trainer:
-    """Train for ``steps`` in all, from the last checkpoint in ``folder`` if ``resume``."""
+    """Train for ``steps`` in total; with ``resume``, continue from the last checkpoint in ``folder``."""
     set_seed(0)
     config = GPT2Config(vocab_size=10, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0

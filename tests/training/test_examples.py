@@ -1,4 +1,4 @@
-"""The examples run, and a run that was interrupted and resumed by the framework ends where a straight one does."""
+"""The examples run, and a run that the framework interrupts and resumes ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# frameworks warn about themselves: few workers, releases to come
+# the frameworks emit warnings of their own, such as about few workers or coming releases
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
