@@ -1,4 +1,4 @@
-"""The documentation says what is so: its code runs, its commands are understood, its pages are all in the site."""
+"""The documentation is correct: its code runs, the program accepts its commands, and the site has all its pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def blocks(page, kind=None):
-    """The code blocks of a page: what they are, and what they hold."""
+    """The code blocks of a page as pairs of language and text, or the texts of one language."""
     tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text(encoding="utf-8"))
     found = [
         (token.info.strip() or token.type, token.content) for token in tokens if token.type in ("fence", "code_block")
@@ -44,7 +44,7 @@ def blocks(page, kind=None):
 
 @pytest.mark.parametrize("page", RUNS)
 def test_code_runs(page, tmp_path, monkeypatch):
-    """From the top of a page to its end, as a reader would type it."""
+    """Run the blocks of a page from top to bottom, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "docs"}
     with using("digits"):
@@ -54,7 +54,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_what_it_is(page):
-    """Whatever is code is run or checked; what is called text is a formula, a tree or an output."""
+    """Every block names its language, and blocks called text contain no code that would escape the checks."""
     for kind, text in blocks(page):
         assert kind in ("python", "sh", "math", "text", "bibtex"), text
         if kind == "math":
@@ -64,7 +64,7 @@ def test_every_block_says_what_it_is(page):
 
 
 def commands():
-    """Every line of every shell block, with the page that it is on."""
+    """Every line of every shell block as a test parameter, labelled with its page."""
     for page in PAGES:
         for block in blocks(page, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
@@ -73,8 +73,8 @@ def commands():
 
 
 @pytest.fixture
-def nothing_is_done(tmp_path, monkeypatch):
-    """The command line checks what it is given, and plans; the work itself is left out."""
+def no_work(tmp_path, monkeypatch):
+    """Let the commands check their arguments and plan, but replace the work itself."""
     monkeypatch.chdir(tmp_path)
     tuned = tmp_path / "results" / "tune" / "NAME" / "tuned.toml"
     tuned.parent.mkdir(parents=True)
@@ -96,7 +96,7 @@ def nothing_is_done(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", list(commands()))
-def test_commands_are_understood(words, nothing_is_done):
+def test_commands_are_accepted(words, no_work):
     program, *rest = words
     if program == "lodo":
         with using("digits"):
@@ -120,7 +120,7 @@ def test_every_page_is_in_the_site():
 
 
 def test_links_within_the_documents_lead_somewhere():
-    """Those of the site are checked when it is built; those of the README lead into the repository."""
+    """Paths in the README exist in the repository. The links of the site are checked when it is built."""
     text = (ROOT / "README.md").read_text()
     found = re.findall(r"\]\(([^)#]+)\)|`((?:docs|examples|src|tests)/[\w./-]+)`", text)
     assert len(found) > 3
