@@ -16,8 +16,8 @@ from lodo.lab.data import Dataset, Labelled, using
 from lodo.lab.optimizers import build, parse
 from lodo.lab.run import Run, execute, load, threads
 from lodo.lab.tasks import TASKS, cifar10, make_task
-from lodo.lab.tasks.cifar10 import SHARE, Cifar10, augmented, moments, statistics_shares
-from lodo.lab.tasks.resnet import MODELS, ResNet, resnet, weights
+from lodo.lab.tasks.cifar10 import MOMENTUM, Cifar10, augmented, micro_batch_momenta, moments
+from lodo.lab.tasks.resnet import MODELS, ResNet, count_weights, resnet
 
 SIDE, TRAIN, TEST = 16, 60, 24
 SMALL = {"model": "resnet8", "batch": 12, "micro_batch": 12}
@@ -147,15 +147,15 @@ def shaken(task):
 
 
 def test_numbers_of_weights():
-    assert {model: weights(model) for model in MODELS} == {
+    assert {model: count_weights(model) for model in MODELS} == {
         "resnet18": 11_173_962,
         "resnet20": 272_474,
         "resnet8": 78_042,
     }
     for model in MODELS:
-        assert sum(p.numel() for p in resnet(model, torch.Generator()).parameters()) == weights(model)
+        assert sum(p.numel() for p in resnet(model, torch.Generator()).parameters()) == count_weights(model)
     with pytest.raises(ValueError, match=r"model must be one of 'resnet18', .*, got 'vgg'"):
-        weights("vgg")
+        count_weights("vgg")
 
 
 @pytest.mark.parametrize(
@@ -383,8 +383,8 @@ def test_running_statistics_move_once_a_batch(images, micro):
     mean = torch.stack([x.mean((0, 2, 3)) for x in seen]).mean(0)
     variance = torch.stack([x.var((0, 2, 3)) for x in seen]).mean(0)
     norm = task.model.stem[1]
-    torch.testing.assert_close(norm.running_mean.double(), SHARE * mean, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(norm.running_var.double(), 1 - SHARE + SHARE * variance, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(norm.running_mean.double(), MOMENTUM * mean, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(norm.running_var.double(), 1 - MOMENTUM + MOMENTUM * variance, rtol=1e-4, atol=1e-6)
     moved = norm.running_mean.clone()
     task.evaluate()
     task.loss()
@@ -396,9 +396,9 @@ def test_running_statistics_move_once_a_batch(images, micro):
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_shares_count_micro_batches_alike(parts):
     left = [1.0]
-    for share in statistics_shares(parts):
+    for share in micro_batch_momenta(parts):
         left = [weight * (1 - share) for weight in left] + [share]
-    assert left == pytest.approx([1 - SHARE] + [SHARE / parts] * parts)
+    assert left == pytest.approx([1 - MOMENTUM] + [MOMENTUM / parts] * parts)
 
 
 @pytest.mark.parametrize("micro", [12, 4])

@@ -97,10 +97,10 @@ PACKED = pack(WHOLE)
         (pack(idx(np.arange(3))), "begins with 00000803, got 00000801"),
         (pack(WHOLE[:2] + bytes([13]) + WHOLE[3:]), "got 00000d03"),  # floating-point numbers
         (pack(WHOLE[:10]), "must have 40 bytes|must have 16 bytes"),
-        (pack(WHOLE[:-1]), "must have 40 bytes unpacked, got 39"),
-        (pack(WHOLE + b"\0"), "must have 40 bytes unpacked, got 41"),
+        (pack(WHOLE[:-1]), "must have 40 bytes when unpacked, got 39"),
+        (pack(WHOLE + b"\0"), "must have 40 bytes when unpacked, got 41"),
         (pack(idx(np.zeros((0, 28, 28)))), "must not be empty"),
-        (pack(WHOLE[:4] + b"\xff" * 12), "bytes unpacked, got 16"),  # sizes that no memory holds
+        (pack(WHOLE[:4] + b"\xff" * 12), "bytes when unpacked, got 16"),  # sizes that no memory holds
     ],
 )
 def test_a_damaged_file_is_named(content, said, tmp_path):
@@ -277,7 +277,7 @@ def test_cifar10_is_read_whole_and_once(tmp_path):
         (lambda content: content + b"x", "12,293 bytes"),
         (lambda content: b"\x0a" + content[1:], "must have labels from 0 to 9, got 10"),
         (lambda content: content * 2501, "must have 1 to 10,000 images"),
-        (lambda content: content * 2500, "is damaged: it must have the md5 ae636b3ba5c66a11e91e8cb52e771fcb, got"),
+        (lambda content: content * 2500, "is damaged: its md5 must be ae636b3ba5c66a11e91e8cb52e771fcb, got"),
     ],
 )
 def test_a_damaged_batch_is_named(change, said, tmp_path):
@@ -305,7 +305,7 @@ def test_the_digits_need_no_file():
     with using(Path("digits")):
         found = load_digits()
         assert load("mnist") is load("cifar10") is found
-        with pytest.raises(ValueError, match="data must be a folder for this set, got 'digits'"):
+        with pytest.raises(ValueError, match="data must be a folder for this data set, got 'digits'"):
             load_mnist()
     assert found.digest == DIGITS_DIGEST
     assert found.train.images.shape == (1500, 8, 8)
@@ -327,7 +327,7 @@ def test_a_folder_called_digits_is_a_folder(tmp_path, monkeypatch):
 
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ValueError, match=r"digits need scikit-learn, of the extra lab: pip install 'lodo\[lab\]'"):
+    with pytest.raises(ValueError, match=r"digits need scikit-learn: pip install 'lodo\[lab\]'"):
         load_digits.__wrapped__()
 
 
@@ -482,7 +482,7 @@ def test_a_damaged_file_is_refused_not_overwritten(mirror, tmp_path):
     damaged = FILES[FIRST][:-3]
     folder = write_mnist(tmp_path) / "mnist"
     (folder / FIRST).write_bytes(damaged)
-    with using(tmp_path), pytest.raises(ValueError, match=f"{FIRST} is cut short.*delete it to download it anew"):
+    with using(tmp_path), pytest.raises(ValueError, match=f"{FIRST} is cut short.*delete it to download it again"):
         load_mnist()
     assert (folder / FIRST).read_bytes() == damaged
     assert not mirror.asked
@@ -555,11 +555,11 @@ def test_a_server_that_always_breaks_off_is_given_up(mirror, tmp_path):
 
 def test_a_file_with_another_md5_is_refused(mirror, tmp_path):
     mirror.files = FILES | {FIRST: FILES[FIRST] + b"x"}
-    with using(tmp_path), pytest.raises(ValueError, match=f"the file must have the md5 {md5(FILES[FIRST])}, got"):
+    with using(tmp_path), pytest.raises(ValueError, match=f"the md5 of the file must be {md5(FILES[FIRST])}, got"):
         load_mnist()
     assert holds(tmp_path / "mnist", {})
     (tmp_path / "mnist" / f"{FIRST}.part").write_bytes(FILES[FIRST][:HALF])
-    with using(tmp_path), pytest.raises(ValueError, match="the file must have the md5"):
+    with using(tmp_path), pytest.raises(ValueError, match="the md5 of the file must be"):
         load_mnist()  # tried from the beginning, once
     assert holds(tmp_path / "mnist", {})
     assert [wanted for _, wanted in mirror.asked] == [None, f"bytes={HALF}-", None]
@@ -671,7 +671,7 @@ def test_two_processes_at_once_download_once(mirror, start, tmp_path):
     go(first)
     wait_until(lambda: mirror.asked)
     go(second)
-    assert "another process downloads into" in second.stderr.readline()
+    assert "waiting for another process that downloads into" in second.stderr.readline()
     mirror.release()
     outs = [process.communicate(timeout=60)[0] for process in (first, second)]
     with using(tmp_path):
@@ -753,8 +753,8 @@ def test_unpacking_goes_on_after_an_interruption(archive, tmp_path):
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        (MEMBERS | {"cifar-10-batches-bin/data_batch_1.bin": b"x"}, "data_batch_1.bin in .* must have the md5"),
-        (dict(list(MEMBERS.items())[:5]), "must have cifar-10-batches-bin/data_batch_1.bin in it"),
+        (MEMBERS | {"cifar-10-batches-bin/data_batch_1.bin": b"x"}, "the md5 of data_batch_1.bin in .* must be"),
+        (dict(list(MEMBERS.items())[:5]), "must contain cifar-10-batches-bin/data_batch_1.bin"),
     ],
 )
 def test_an_archive_without_the_right_batch_is_refused(archive, members, said, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lodo.lab.run import threads
 from lodo.lab.tasks import generator_kernels as fused
-from lodo.lab.tasks.generator import _halve, fused_scores, initial_weights, inputs, sample, scores
+from lodo.lab.tasks.generator import _average_pool, fused_scores, initial_weights, inputs, sample, scores
 from lodo.lab.tasks.generator_kernels import Block
 
 FAN_INS = [5, *[20, 9, 120] * 20, 20]  # of the layers: the first, twenty blocks of three, the last
@@ -165,12 +165,12 @@ def test_the_gradient_with_respect_to_the_image(network):
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (3, 3), (5, 4), (7, 1), (6, 7)])
 def test_pooling_averages_real_pixels_only(rows, columns):
     x = torch.randn(2, rows, columns, 3)
-    found = _halve(x)
+    found = _average_pool(x)
     assert found.shape == (2, (rows + 1) // 2, (columns + 1) // 2, 3)
     for i in range(found.shape[1]):
         for j in range(found.shape[2]):
             torch.testing.assert_close(found[:, i, j], x[:, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].mean((1, 2)))
-    torch.testing.assert_close(_halve(torch.ones(1, rows, columns, 1)), torch.ones(1, *found.shape[1:3], 1))
+    torch.testing.assert_close(_average_pool(torch.ones(1, rows, columns, 1)), torch.ones(1, *found.shape[1:3], 1))
 
 
 # ---------------------------------------------------------------- the kernels

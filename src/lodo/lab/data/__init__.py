@@ -1,8 +1,9 @@
 """Data sets: found on disk or downloaded, checked and read.
 
-They are in one folder, given by ``--data`` or in the environment variable LODO_DATA, else in the user's cache, with a
-subfolder for each set. The word ``digits`` in place of a folder stands for scikit-learn's small digits, which need no
-files. The path is no part of a run: a digest of the data is, so that the same data is the same run on every machine.
+All of them live in one folder, with a subfolder for each. ``--data`` or the environment variable LODO_DATA names that
+folder; otherwise it is in the user's cache. The word ``digits`` instead of a folder stands for scikit-learn's small
+digits, which need no files. A run records a digest of its data and not the path, so the same data gives the same run
+on every machine.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ __all__ = [
     "CIFAR10_DIGEST",
     "CIFAR10_FILES",
     "DIGITS_DIGEST",
+    "LOADERS",
     "MNIST_DIGEST",
     "MNIST_FILES",
-    "SETS",
     "VARIABLE",
     "Dataset",
     "Labelled",
@@ -35,15 +36,17 @@ __all__ = [
     "using",
 ]
 
-SETS = {"mnist": load_mnist, "cifar10": load_cifar10}
+LOADERS = {"mnist": load_mnist, "cifar10": load_cifar10}
 
 
 def load(name: str) -> Dataset:
-    """The set of this name; the small digits in its place if ``digits`` is given as the data.
+    """The data set of this name, or the small digits in its place if ``digits`` is given as the folder.
 
     >>> with using("digits"):
     ...     load("mnist").train.images.shape
     torch.Size([1500, 8, 8])
     """
-    check_choice("name", name, SETS)
-    return load_digits() if os.environ.get(VARIABLE) == BUNDLED else SETS[name]()
+    check_choice("name", name, LOADERS)
+    if os.environ.get(VARIABLE) == BUNDLED:
+        return load_digits()
+    return LOADERS[name]()

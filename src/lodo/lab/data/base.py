@@ -1,4 +1,4 @@
-"""What a data set is, and the folder that data is looked for in."""
+"""What a data set is, and which folder it is read from."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from torch import Tensor
 
 VARIABLE = "LODO_DATA"
-BUNDLED = "digits"  # in place of a folder
+BUNDLED = "digits"  # given instead of a folder: the digits that come with scikit-learn
+DIGEST_LENGTH = 12  # hexadecimal digits
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """Images (number x height x width, or number x colors x height x width, bytes) and their labels (bytes)."""
+    """Images of bytes, image x row x column or image x colour x row x column, and one label (a byte) for each."""
 
     images: Tensor
     labels: Tensor
@@ -24,7 +25,7 @@ class Labelled:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """What to train on, what to test on, and a digest that tells this data from other data."""
+    """A training set, a test set, and a digest that identifies their content."""
 
     train: Labelled
     test: Labelled
@@ -33,10 +34,10 @@ class Dataset:
 
 @contextmanager
 def using(folder: str | Path | None) -> Iterator[None]:
-    """Let this process, and those it starts meanwhile, find data in ``folder``; None changes nothing.
+    """Make ``folder`` the data folder of this process and of those it starts in the meantime; None changes nothing.
 
-    The word ``digits`` stands for scikit-learn's small digits; a folder of that name is given as the text ``./digits``
-    or by its whole path.
+    The word ``digits`` stands for scikit-learn's small digits; for a folder of that name, write ``./digits`` or its
+    absolute path.
 
     >>> with using("digits"):
     ...     os.environ[VARIABLE]
@@ -55,10 +56,10 @@ def using(folder: str | Path | None) -> Iterator[None]:
 
 
 def data_folder() -> Path:
-    """The folder that was given, else one in the user's cache."""
+    """The folder named by the environment variable, or else one in the user's cache."""
     given = os.environ.get(VARIABLE)
     if given == BUNDLED:
-        raise ValueError(f"data must be a folder for this set, got {BUNDLED!r}, which is a set by itself")
+        raise ValueError(f"data must be a folder for this data set, got {BUNDLED!r}, which is a data set itself")
     if given:
         return Path(given).absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -66,10 +67,17 @@ def data_folder() -> Path:
 
 
 def check_digest(found: Dataset, wanted: str | None) -> None:
-    """Refuse data that is not what a run was planned with."""
+    """Refuse data other than the data a run was planned with; None accepts any."""
     if wanted is not None and wanted != found.digest:
         where = os.environ.get(VARIABLE) or str(data_folder())
         raise ValueError(
             f"digest must be that of the data in {where!r}, {found.digest!r}, got {wanted!r}: "
             "the run was planned with other data"
         )
+
+
+def check_labels(path: Path, labels: Tensor) -> None:
+    """Refuse labels that are not one of ten classes; ``path`` is the file they come from."""
+    largest = int(labels.max())
+    if largest > 9:
+        raise ValueError(f"{path} must have labels from 0 to 9, got {largest}")

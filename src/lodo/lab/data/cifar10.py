@@ -13,8 +13,8 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from lodo.lab.data.base import Dataset, Labelled, data_folder
-from lodo.lab.data.download import complete, fetch
+from lodo.lab.data.base import DIGEST_LENGTH, Dataset, Labelled, check_labels, data_folder
+from lodo.lab.data.download import download_missing, fetch, md5_of
 from lodo.lab.files import remove_leftovers, write_atomically
 
 CIFAR10_MD5 = {
@@ -29,31 +29,37 @@ CIFAR10_FILES = tuple(CIFAR10_MD5)
 CIFAR10_DIGEST = "013ba16d14ec"  # of the original files
 CIFAR10_ARCHIVE = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-FOLDER = "cifar-10-batches-bin"  # in the data folder and in the archive
-RECORDS = 10_000  # a file
-_SHAPE = (3, 32, 32)  # red, green, blue
-_RECORD = 1 + 3 * 32 * 32  # the label and the pixels
+FOLDER = "cifar-10-batches-bin"  # its name in the data folder and in the archive
+RECORDS = 10_000  # images in a file
+_SHAPE = (3, 32, 32)  # of an image: red, green and blue, rows, columns
+_RECORD = 1 + 3 * 32 * 32  # bytes of an image: its label, then its pixels
 
 
 def load_cifar10() -> Dataset:
-    """CIFAR-10, from the six files in the subfolder ``cifar-10-batches-bin``; read once a process.
+    """CIFAR-10, from the six files in the subfolder ``cifar-10-batches-bin``; read once per process.
 
-    Files that are missing are downloaded. Files with fewer images than the original ones, all six of them, are used as
-    they are; the digest tells.
+    Missing files are downloaded. If all six files have fewer images than the original ones, they are used as they
+    are; their digest then differs from `CIFAR10_DIGEST`.
     """
     return _cifar10(data_folder() / FOLDER)
 
 
 @functools.cache
 def _cifar10(folder: Path) -> Dataset:
-    complete(folder, CIFAR10_FILES, CIFAR10_ARCHIVE, functools.partial(_download, folder))
+    download_missing(folder, CIFAR10_FILES, CIFAR10_ARCHIVE, functools.partial(_download, folder))
     digest = hashlib.sha256()
-    *train, test = (read_batch(folder / name, digest) for name in CIFAR10_FILES)
-    counts = {name: len(batch) for name, batch in zip(CIFAR10_FILES, (*train, test), strict=True)}
-    short = min(counts, key=lambda name: counts[name])
-    if counts[short] < RECORDS == max(counts.values()):
-        raise ValueError(f"{folder / short} is cut short: it has {counts[short]:,} images, others {RECORDS:,}")
-    return Dataset(_labelled(torch.cat(train)), _labelled(test), digest.hexdigest()[:12])
+    batches = [read_batch(folder / name, digest) for name in CIFAR10_FILES]
+    _check_sizes(folder, [len(batch) for batch in batches])
+    *train, test = batches
+    return Dataset(_labelled(torch.cat(train)), _labelled(test), digest.hexdigest()[:DIGEST_LENGTH])
+
+
+def _check_sizes(folder: Path, sizes: Sequence[int]) -> None:
+    """Refuse a file that is shorter than the original if another file has its original size."""
+    shortest = min(sizes)
+    if shortest < RECORDS and max(sizes) == RECORDS:
+        path = folder / CIFAR10_FILES[sizes.index(shortest)]
+        raise ValueError(f"{path} is cut short: it has {shortest:,} images, others have {RECORDS:,}")
 
 
 def _labelled(records: Tensor) -> Labelled:
@@ -61,9 +67,9 @@ def _labelled(records: Tensor) -> Labelled:
 
 
 def read_batch(path: Path, digest: hashlib._Hash | None = None) -> Tensor:
-    """A row of bytes for each image of a batch: its label, then its pixels; the file's content goes into ``digest``.
+    """Read a batch as one row of bytes per image, its label and its pixels, and add the content to ``digest``.
 
-    A file of 10,000 images must be the original; one with fewer can be anything.
+    A file of 10,000 images must be the original one; a file with fewer images may hold any.
 
     Example:
         >>> import tempfile
@@ -77,13 +83,14 @@ def read_batch(path: Path, digest: hashlib._Hash | None = None) -> Tensor:
     if rest or not 1 <= number <= RECORDS:
         raise ValueError(
             f"{path} is cut short or not a batch of CIFAR-10: it must have 1 to {RECORDS:,} images of {_RECORD:,} "
-            f"bytes, got {len(content):,} bytes"
+            f"bytes each, got {len(content):,} bytes"
         )
     records = torch.frombuffer(content, dtype=torch.uint8).view(number, _RECORD)
-    if records[:, 0].max() > 9:
-        raise ValueError(f"{path} must have labels from 0 to 9, got {int(records[:, 0].max())}")
-    if number == RECORDS and (md5 := _md5(content)) != (wanted := CIFAR10_MD5.get(path.name)):
-        raise ValueError(f"{path} is damaged: it must have the md5 {wanted}, got {md5}; delete it to download it anew")
+    check_labels(path, records[:, 0])
+    if number == RECORDS:
+        md5, wanted = md5_of(content), CIFAR10_MD5.get(path.name)
+        if md5 != wanted:
+            raise ValueError(f"{path} is damaged: its md5 must be {wanted}, got {md5}; delete it to download it again")
     if digest is not None:
         digest.update(content)
     return records
@@ -100,23 +107,19 @@ def _download(folder: Path, missing: Sequence[str], progress: Progress) -> None:
 
 
 def _unpack(path: Path, names: Sequence[str]) -> None:
-    """Place these files of the archive beside it, and nothing else that may be in it."""
+    """Extract the named files next to the archive, and nothing else the archive may hold."""
     wanted = {f"{FOLDER}/{name}": name for name in names}
     with tarfile.open(path) as archive:
-        for member in archive:  # in one pass: going back in it would unpack it again
-            name = wanted.get(member.name)
-            file = archive.extractfile(member) if name and member.isfile() else None
-            if name is None or file is None:
+        for member in archive:  # in one pass: looking back would decompress the archive again
+            if member.name not in wanted or not member.isfile():
                 continue
+            name = wanted.pop(member.name)
+            file = archive.extractfile(member)
+            assert file is not None  # it is a regular file
             content = file.read()
-            if (md5 := _md5(content)) != CIFAR10_MD5[name]:
-                raise OSError(f"{name} in {path} must have the md5 {CIFAR10_MD5[name]}, got {md5}")
+            if (md5 := md5_of(content)) != CIFAR10_MD5[name]:
+                raise OSError(f"the md5 of {name} in {path} must be {CIFAR10_MD5[name]}, got {md5}")
             remove_leftovers(path.with_name(name))
             write_atomically(path.with_name(name), content)
-            del wanted[member.name]
     if wanted:
-        raise OSError(f"{path} must have {', '.join(wanted)} in it")
-
-
-def _md5(content: bytes | bytearray) -> str:
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+        raise OSError(f"{path} must contain {', '.join(wanted)}")

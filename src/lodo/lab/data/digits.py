@@ -1,4 +1,4 @@
-"""Scikit-learn's digits of 8 x 8 pixels: small, and there without any file."""
+"""Scikit-learn's digits of 8 x 8 pixels: small, and available without any file."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import hashlib
 from importlib import import_module
 
 import torch
-from torch import Tensor
 
-from lodo.lab.data.base import Dataset, Labelled
+from lodo.lab.data.base import DIGEST_LENGTH, Dataset, Labelled
 
 DIGITS_DIGEST = "ce885ddbfdef"
-_TRAIN = 1500  # the first images; the other 297 are for testing
+_TRAIN = 1500  # the first images; the other 297 are the test set
 
 
 @functools.cache
 def load_digits() -> Dataset:
-    """1,797 digits of 8 x 8 pixels, their shades from 0 to 16 spread over a byte; read once a process.
+    """1,797 digits of 8 x 8 pixels, with shades from 0 to 16 scaled to 0 to 255; read once per process.
 
     >>> load_digits().test.labels[:5]
     tensor([1, 7, 4, 6, 3], dtype=torch.uint8)
@@ -25,13 +24,12 @@ def load_digits() -> Dataset:
     try:
         found = import_module("sklearn.datasets").load_digits()
     except ImportError as error:
-        raise ValueError(f"digits need scikit-learn, of the extra lab: pip install 'lodo[lab]' ({error})") from error
+        raise ValueError(f"digits need scikit-learn: pip install 'lodo[lab]' ({error})") from error
     images = (torch.from_numpy(found.images).long() * 255 // 16).byte()
     labels = torch.from_numpy(found.target).byte()
     train = Labelled(images[:_TRAIN], labels[:_TRAIN])
     test = Labelled(images[_TRAIN:], labels[_TRAIN:])
-    return Dataset(train, test, _digest(train.images, train.labels, test.images, test.labels))
-
-
-def _digest(*parts: Tensor) -> str:
-    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:12]
+    digest = hashlib.sha256()
+    for tensor in (train.images, train.labels, test.images, test.labels):
+        digest.update(tensor.numpy().tobytes())
+    return Dataset(train, test, digest.hexdigest()[:DIGEST_LENGTH])

@@ -1,4 +1,4 @@
-"""Files from the network: continued after an interruption, checked, and there whole or not at all."""
+"""Downloads that resume after an interruption, are checked, and appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -21,32 +21,38 @@ from lodo.lab.data.base import BUNDLED, VARIABLE
 if sys.platform != "win32":
     import fcntl
 
-TIMEOUT = 20.0  # seconds without a byte
-_CHUNK = 1 << 16
+TIMEOUT = 20.0  # seconds without a byte before a connection is given up
+_CHUNK = 1 << 16  # bytes
 
 
-def complete(
+def download_missing(
     folder: Path, files: Sequence[str], source: str, download: Callable[[Sequence[str], Progress], None]
 ) -> None:
-    """See to it that ``folder`` has all ``files``: ``download`` brings the missing ones, one process at a time."""
+    """Call ``download`` with those of ``files`` that ``folder`` lacks, in one process at a time.
+
+    ``source`` tells the user where to get the files if the download fails.
+    """
     if not _missing(folder, files):
         return
     console = Console(stderr=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder, console), _bars(console) as progress:
-            if missing := _missing(folder, files):  # another process may have brought them
+        with _exclusively(folder, console), _progress_bars(console) as progress:
+            if missing := _missing(folder, files):  # another process may have downloaded them in the meantime
                 download(missing, progress)
     except OSError as error:
-        if not (missing := _missing(folder, files)):
-            return
-        are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
-        raise ValueError(
-            f"{', '.join(missing)} {are} missing in {str(folder)!r} and cannot be downloaded: {error}. "
-            f"Get {them} from {source} and put {them} into {str(folder)!r}, or give another folder, one that has "
-            f"{folder.name}/ in it, by --data DIR or in the environment variable {VARIABLE}; "
-            f"--data {BUNDLED} needs no download"
-        ) from error
+        if missing := _missing(folder, files):
+            raise ValueError(_advice(folder, missing, source, error)) from error
+
+
+def _advice(folder: Path, missing: Sequence[str], source: str, error: OSError) -> str:
+    are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+    return (
+        f"{', '.join(missing)} {are} missing in {str(folder)!r} and cannot be downloaded: {error}. "
+        f"Get {them} from {source} and put {them} into {str(folder)!r}, or name another folder that contains "
+        f"{folder.name}/, with --data DIR or in the environment variable {VARIABLE}; "
+        f"--data {BUNDLED} needs no download"
+    )
 
 
 def _missing(folder: Path, files: Sequence[str]) -> list[str]:
@@ -54,79 +60,86 @@ def _missing(folder: Path, files: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _alone(folder: Path, console: Console) -> Iterator[None]:
-    """Wait until no other process downloads into ``folder``; one that was killed holds up nobody."""
+def _exclusively(folder: Path, console: Console) -> Iterator[None]:
+    """Wait until no other process is downloading into ``folder``; the lock of a killed process is released."""
     with (folder / ".lock").open("w") as lock:
         if sys.platform != "win32":
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                console.print(f"another process downloads into {escape(str(folder))}: waiting for it", soft_wrap=True)
+                console.print(f"waiting for another process that downloads into {escape(str(folder))}", soft_wrap=True)
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _bars(console: Console) -> Progress:
+def _progress_bars(console: Console) -> Progress:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)
 
 
 def fetch(part: Path, urls: Sequence[str], md5: str, progress: Progress) -> None:
-    """Bring a file from the first of ``urls`` that has it to ``part``, continuing what is there of it."""
-    if part.is_file() and _md5(part) == md5:
+    """Download a file to ``part`` from the first of ``urls`` that delivers it, resuming what ``part`` already has."""
+    if part.is_file() and _md5_of_file(part) == md5:
         return
     bar = progress.add_task(part.name.removesuffix(".part"), total=None)
-    said = []
+    errors = []
     for url in urls:
         try:
             _fetch_from(url, part, md5, progress, bar)
         except (OSError, HTTPException) as error:
-            said.append(f"{url}: {error}")
+            errors.append(f"{url}: {error}")
         else:
             return
-    raise OSError("; ".join(said))
+    raise OSError("; ".join(errors))
 
 
 def _fetch_from(url: str, part: Path, md5: str, progress: Progress, bar: TaskID) -> None:
+    """Download from one address; if a resumed file turns out wrong, start over once."""
     resumed = _size(part) > 0
-    while True:  # as long as every connection brings the end nearer
+    _receive_all(url, part, progress, bar)
+    found = _md5_of_file(part)
+    if found != md5 and resumed:
+        part.unlink()
+        _receive_all(url, part, progress, bar)
+        found = _md5_of_file(part)
+    if found != md5:
+        part.unlink()
+        raise OSError(f"the md5 of the file must be {md5}, got {found}")
+
+
+def _receive_all(url: str, part: Path, progress: Progress, bar: TaskID) -> None:
+    """Reconnect after every broken connection, as long as each one delivers something."""
+    while True:
         before = _size(part)
         try:
-            _receive(url, part, progress, bar)
-            break
+            return _receive(url, part, progress, bar)
         except (OSError, HTTPException):
             if _size(part) <= before:
                 raise
-    if (found := _md5(part)) == md5:
-        return
-    part.unlink()
-    if not resumed:
-        raise OSError(f"the file must have the md5 {md5}, got {found}")
-    _fetch_from(url, part, md5, progress, bar)
 
 
 def _receive(url: str, part: Path, progress: Progress, bar: TaskID) -> None:
-    """Ask for what ``part`` lacks; a server that does not know ranges sends all, and ``part`` begins anew."""
+    """Ask for what ``part`` lacks; if the server does not support ranges and sends everything, start over."""
     have = _size(part)
-    request = Request(url, headers={"User-Agent": "lodo"} | ({"Range": f"bytes={have}-"} if have else {}))
     try:
-        answer = urlopen(request, timeout=TIMEOUT)
+        response = _request(url, have)
     except HTTPError as error:
         with error:
-            if have and error.code == 416:  # there is nothing behind what is there
+            if have and error.code == 416:  # range not satisfiable: the server has no further bytes
                 return
             raise
-    with answer:
-        if answer.status == 206 and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise OSError(f"asked for the bytes from {have:,}, got {answer.headers.get('Content-Range')!r}")
-        have = have if answer.status == 206 else 0
-        length = answer.headers.get("Content-Length")
+    with response:
+        if response.status != 206:  # not partial content
+            have = 0
+        elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            raise OSError(f"asked for the bytes from {have:,}, got {response.headers.get('Content-Range')!r}")
+        length = response.headers.get("Content-Length")
         end = have + int(length) if length else None
         progress.reset(bar, total=end, completed=have)
         with part.open("ab" if have else "wb") as file:
-            while have != end and (chunk := answer.read1(_CHUNK)):
+            while have != end and (chunk := response.read1(_CHUNK)):
                 file.write(chunk)
-                file.flush()  # a kill shall cost nothing that was received
+                file.flush()  # so that a kill loses nothing that was received
                 have += len(chunk)
                 progress.update(bar, completed=have)
             os.fsync(file.fileno())
@@ -134,10 +147,28 @@ def _receive(url: str, part: Path, progress: Progress, bar: TaskID) -> None:
         raise OSError(f"the connection ended after {have:,} of {end:,} bytes")
 
 
+def _request(url: str, begin: int) -> HTTPResponse:
+    """Open a connection that sends the file from the byte ``begin`` on, if the server supports that."""
+    headers = {"User-Agent": "lodo"}
+    if begin:
+        headers["Range"] = f"bytes={begin}-"
+    response: HTTPResponse = urlopen(Request(url, headers=headers), timeout=TIMEOUT)
+    return response
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _md5(path: Path) -> str:
+def md5_of(content: bytes | bytearray) -> str:
+    """The md5 checksum of some bytes, in hexadecimal.
+
+    >>> md5_of(b"")
+    'd41d8cd98f00b204e9800998ecf8427e'
+    """
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def _md5_of_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

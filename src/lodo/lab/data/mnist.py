@@ -14,8 +14,8 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from lodo.lab.data.base import Dataset, Labelled, data_folder
-from lodo.lab.data.download import complete, fetch
+from lodo.lab.data.base import DIGEST_LENGTH, Dataset, Labelled, check_labels, data_folder
+from lodo.lab.data.download import download_missing, fetch
 
 MNIST_MD5 = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -29,24 +29,26 @@ MNIST_MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
+_BYTES = 8  # the code of the idx format for unsigned bytes
 
 
 def load_mnist() -> Dataset:
-    """MNIST's digits, from the four original files in the subfolder ``mnist``; read once a process.
+    """MNIST, from the four original files in the subfolder ``mnist``; read once per process.
 
-    Files that are missing are downloaded. Files that are there are used, also if they are not the original ones: the
-    digest tells.
+    Missing files are downloaded. Files that exist are used even if they are not the original ones; their digest then
+    differs from `MNIST_DIGEST`.
     """
     return _mnist(data_folder() / "mnist")
 
 
 @functools.cache
 def _mnist(folder: Path) -> Dataset:
-    complete(folder, MNIST_FILES, " or ".join(MNIST_MIRRORS), functools.partial(_download, folder))
+    download_missing(folder, MNIST_FILES, " or ".join(MNIST_MIRRORS), functools.partial(_download, folder))
     images, labels, test_images, test_labels = (folder / name for name in MNIST_FILES)
     digest = hashlib.sha256()
-    train, test = _digits(images, labels, digest), _digits(test_images, test_labels, digest)
-    return Dataset(train, test, digest.hexdigest()[:12])
+    train = _labelled(images, labels, digest)
+    test = _labelled(test_images, test_labels, digest)
+    return Dataset(train, test, digest.hexdigest()[:DIGEST_LENGTH])
 
 
 def _download(folder: Path, missing: Sequence[str], progress: Progress) -> None:
@@ -56,7 +58,7 @@ def _download(folder: Path, missing: Sequence[str], progress: Progress) -> None:
         part.replace(folder / name)
 
 
-def _digits(images: Path, labels: Path, digest: hashlib._Hash) -> Labelled:
+def _labelled(images: Path, labels: Path, digest: hashlib._Hash) -> Labelled:
     """Images of 28 x 28 pixels and their labels, from two files that belong together."""
     found = Labelled(read_idx(images, 3, digest), read_idx(labels, 1, digest))
     number, height, width = found.images.shape
@@ -64,16 +66,15 @@ def _digits(images: Path, labels: Path, digest: hashlib._Hash) -> Labelled:
         raise ValueError(f"{images} must have images of 28 x 28 pixels, got {height} x {width}")
     if len(found.labels) != number:
         raise ValueError(f"{labels} must have a label for each of {number:,} images, got {len(found.labels):,}")
-    if found.labels.max() > 9:
-        raise ValueError(f"{labels} must have labels from 0 to 9, got {int(found.labels.max())}")
+    check_labels(labels, found.labels)
     return found
 
 
 def read_idx(path: Path, dimensions: int, digest: hashlib._Hash | None = None) -> Tensor:
-    """An array of bytes from a gzipped idx file; its unpacked content goes into ``digest``.
+    """Read an array of bytes from a gzipped idx file and add its unpacked content to ``digest``.
 
-    The file has the bytes 0, 0, 8 (for bytes), the number of dimensions, each dimension as four bytes, then the
-    numbers, the last dimension fastest.
+    The unpacked file has two zero bytes, the code of the element type (8 for bytes), the number of dimensions, the
+    size of each dimension as a four-byte integer, and the elements in row-major order.
 
     Example:
         >>> import tempfile
@@ -86,17 +87,18 @@ def read_idx(path: Path, dimensions: int, digest: hashlib._Hash | None = None) -
         content = bytearray(gzip.decompress(path.read_bytes()))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is cut short, damaged or not gzipped: {error}; delete it to download it anew"
+            f"{path} is cut short, damaged or not gzipped: {error}; delete it to download it again"
         ) from error
-    head = 4 + 4 * dimensions
-    wanted = bytes([0, 0, 8, dimensions])
-    if content[:4] != wanted:
-        raise ValueError(f"{path} must be an idx file that begins with {wanted.hex()}, got {content[:4].hex()}")
-    shape = [int.from_bytes(content[at : at + 4]) for at in range(4, head, 4)]
-    if len(content) != head + math.prod(shape):
-        raise ValueError(f"{path} must have {head + math.prod(shape):,} bytes unpacked, got {len(content):,}")
+    magic = bytes([0, 0, _BYTES, dimensions])
+    if content[:4] != magic:
+        raise ValueError(f"{path} must be an idx file that begins with {magic.hex()}, got {content[:4].hex()}")
+    header = 4 + 4 * dimensions
+    shape = [int.from_bytes(content[at : at + 4]) for at in range(4, header, 4)]
+    size = header + math.prod(shape)
+    if len(content) != size:
+        raise ValueError(f"{path} must have {size:,} bytes when unpacked, got {len(content):,}")
     if 0 in shape:
         raise ValueError(f"{path} must not be empty, got the dimensions {shape}")
     if digest is not None:
         digest.update(content)
-    return torch.frombuffer(content, dtype=torch.uint8, offset=head).view(shape)
+    return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(shape)

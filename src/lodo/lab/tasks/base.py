@@ -31,7 +31,7 @@ class Task(ABC):
     """
 
     threads: ClassVar[int | None] = 1  # so that numbers do not depend on it; None for as many as torch uses
-    dataset: ClassVar[str | None] = None  # what it reads, as in `lodo.lab.data.SETS`
+    dataset: ClassVar[str | None] = None  # what it reads, a key of `lodo.lab.data.LOADERS`
     keeps_weights: ClassVar[bool] = False  # whether the weights at the end of a run are worth a file
     params: list[Parameter]
 

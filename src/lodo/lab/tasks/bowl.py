@@ -13,7 +13,7 @@ from lodo.lab.sigma import estimated_sigma, exact_sigma
 from lodo.lab.tasks.base import Task
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_EXACT_UP_TO = 1000  # dimensions; the whole matrix costs n products with G
+_EXACT_UP_TO = 1000  # dimensions: an exact sigma takes n products with G
 
 
 def curvatures(n: int = 100, condition: float = 1000.0) -> Tensor:
@@ -22,7 +22,7 @@ def curvatures(n: int = 100, condition: float = 1000.0) -> Tensor:
 
 
 def newton_loss(*, n: int = 100, condition: float = 1000.0, v: float = 1.0, **_: object) -> float:
-    """The best possible mean loss on a bowl with these options: what the noise of one step adds.
+    """The lowest possible mean loss on such a bowl: that of Newton's method, which only the noise of one step raises.
 
     >>> round(newton_loss(), 4)
     7.4118
@@ -31,19 +31,20 @@ def newton_loss(*, n: int = 100, condition: float = 1000.0, v: float = 1.0, **_:
 
 
 class Bowl(Task):
-    """A quadratic whose minimum moves by Gaussian noise before every fresh evaluation.
+    """A quadratic whose minimum moves by Gaussian noise at every draw.
 
-    ``H = U D U^T`` with a random rotation U and curvatures D in geometric progression from
-    ``1 / condition`` to 1; the start is the origin, and so is the first minimum.
+    The Hessian is ``H = U D U^T`` with a random rotation U and curvatures D in geometric progression from
+    ``1 / condition`` to 1. Both x and the minimum start at the origin.
 
     Args:
         seed: draws U and the noise.
         n: the dimension.
-        condition: the largest curvature over the smallest.
+        condition: the condition number, the largest curvature over the smallest.
         v: the variance of the noise.
         dtype: ``"float32"`` or ``"float64"``.
-        renew_at: after that many steps a new bowl begins, with another U, at the origin.
-        rotation: the angle by which a direction turns in a step, on average: U is multiplied by a fixed rotation.
+        renew_at: the number of draws after which a new bowl begins, at the origin and with another U; None for never.
+        rotation: the angle, in radians, by which a direction turns at every draw (root mean square over directions):
+            U is multiplied by a fixed random rotation.
 
     Example:
         >>> bowl = Bowl(seed=0)
@@ -64,54 +65,62 @@ class Bowl(Task):
         rotation: float = 0.0,
     ) -> None:
         super().__init__(seed)
-        check_int("n", n, low=1)
+        check_real("rotation", rotation, low=0.0)
+        check_int("n", n, low=2 if rotation else 1)
         check_real("condition", condition, low=1.0)
         check_real("v", v, low=0.0)
         check_choice("dtype", dtype, tuple(DTYPES))
-        check_real("rotation", rotation, low=0.0)
         if renew_at is not None:
             check_int("renew_at", renew_at, low=1)
         self.D = curvatures(n, condition)
-        self.seed, self.v, self.renew_at, self.steps = seed, v, renew_at, torch.zeros((), dtype=torch.int64)
+        self.seed, self.v, self.renew_at = seed, v, renew_at
+        self.steps = torch.zeros((), dtype=torch.int64)  # draws so far; counted only if the bowl is renewed
         self.x = Parameter(torch.zeros(n, dtype=DTYPES[dtype]))
         self.params = [self.x]
         self.centre = torch.zeros_like(self.x.data)
         self.U = self._random_rotation()
         self.H = self._hessian()
-        self.R: Tensor | None = None  # what U is multiplied by at every step
-        if rotation:
-            K = torch.randn(n, n, generator=self.rng, dtype=torch.float64)
-            K = K - K.T
-            self.R = torch.linalg.matrix_exp(K * (rotation * n**0.5 / torch.linalg.matrix_norm(K)))
+        self.R = self._rotation_by(rotation) if rotation else None
 
     def _random_rotation(self) -> Tensor:
         n = len(self.D)
         U: Tensor = torch.linalg.qr(torch.randn(n, n, generator=self.rng, dtype=torch.float64))[0]
         return U
 
+    def _rotation_by(self, angle: float) -> Tensor:
+        """A random rotation whose angles have the root mean square ``angle``."""
+        n = len(self.D)
+        K = torch.randn(n, n, generator=self.rng, dtype=torch.float64)
+        K = K - K.T
+        R: Tensor = torch.linalg.matrix_exp(K * (angle * n**0.5 / torch.linalg.matrix_norm(K)))
+        return R
+
     def _hessian(self) -> Tensor:
         return ((self.U * self.D) @ self.U.T).to(self.x.dtype)
 
     def draw(self) -> None:
-        """Move the minimum."""
+        """Move the minimum, after renewing or rotating the bowl if the options say so."""
         if self.renew_at is not None:
             if self.steps == self.renew_at:
-                self.U = self._random_rotation()
-                self.H = self._hessian()
-                self.x.data.zero_()
-                self.centre.zero_()
+                self._renew()
             self.steps += 1
         if self.R is not None:
             self.U = self.R @ self.U
             self.H = self._hessian()
         self.centre.add_(torch.randn(self.centre.shape, generator=self.rng, dtype=self.x.dtype), alpha=self.v**0.5)
 
+    def _renew(self) -> None:
+        self.U = self._random_rotation()
+        self.H = self._hessian()
+        self.x.data.zero_()
+        self.centre.zero_()
+
     def loss(self) -> Tensor:
         away = self.x - self.centre
         return 0.5 * away @ (self.H @ away)
 
     def evaluate(self, create_graph: bool = False) -> float:
-        """As in `Task`, without a graph: the gradient of a quadratic is known."""
+        """As in `Task`, without autograd: the gradient of a quadratic is H (x - centre)."""
         if create_graph:
             return super().evaluate(create_graph)
         away = self.x.detach() - self.centre
@@ -122,7 +131,7 @@ class Bowl(Task):
         return self.H
 
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
-        """sigma by the paper's estimator and, for small n, exactly, of an optimizer that learns G."""
+        """For LODO, sigma by the paper's estimator and, for small n, also its exact value."""
         if not isinstance(optimizer, LODO):
             return {}
         probes = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)

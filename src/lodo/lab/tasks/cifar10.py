@@ -17,31 +17,31 @@ from lodo.lab.tasks.resnet import moving_statistics, resnet
 BATCH = 2048
 MICRO_BATCH = 256
 L2 = 1e-4
-SHARE = 0.1  # of a batch in batch norm's running statistics
+MOMENTUM = 0.1  # of the running statistics of batch norm, in torch's sense
 _TESTED_AT_ONCE = 500  # images
 
 
 class Cifar10(Task):
     """Classifies small images; the loss is the mean cross-entropy of a batch, plus an L2 term.
 
-    A batch is the next part of a random order of all training images; when these have been used up, there is another
-    order. An image is padded with black by an eighth of its side, cropped at a random place to its size, mirrored or
-    not, and normalised channel by channel with the mean and deviation of the training images. Until the first `draw`
-    the batch has the first images as they are.
+    Batches are taken in turn from a random order of all training images; a new order is drawn once all have been used.
+    An image is padded with black by an eighth of its side, cropped to its size at a random place, mirrored with
+    probability 1/2, and normalised channel by channel with the mean and standard deviation of the training images.
+    Before the first `draw`, the batch consists of the first images, unchanged.
 
-    The gradient is summed over micro-batches, each with its own statistics in batch norm. Running statistics move
-    once a drawn batch, by a tenth of the way to the mean over its micro-batches.
+    The gradient is summed over micro-batches, each normalised with its own statistics by batch norm. The running
+    statistics are updated once for every batch drawn, with momentum 0.1 and the mean over its micro-batches.
 
     Args:
-        seed: draws the weights, the batches and how images are changed.
+        seed: draws the weights, the batches and the augmentation.
         model: ``"resnet18"`` (the paper's), ``"resnet20"`` or ``"resnet8"``.
-        batch: images a step.
-        micro_batch: images in memory at once; at least ``batch``, or a divisor of it.
-        train_size: how many training images there are, the first ones; all if None.
-        test_size: how many test images there are, the first ones; all if None.
-        l2: times the sum of squares of all weights of convolutions and of the last layer, but not of biases and batch
-            norm. There is no factor 1/2, as in Keras.
-        digest: if given, that of the data (`lodo.lab.data.Dataset`), which is then checked.
+        batch: the number of images per step.
+        micro_batch: the number of images in memory at once: at least ``batch``, or a divisor of it.
+        train_size: the number of training images, the first ones; None for all.
+        test_size: the number of test images, the first ones; None for all.
+        l2: the factor of the L2 term, the sum of squares of all weights of convolutions and of the last layer, without
+            biases and batch norm. As in Keras, there is no factor 1/2.
+        digest: the digest that the data must have (see `lodo.lab.data.Dataset`); None accepts any data.
     """
 
     threads: ClassVar[int | None] = None
@@ -60,11 +60,11 @@ class Cifar10(Task):
         digest: str | None = None,
     ) -> None:
         super().__init__(seed)
-        check_int("batch", batch, low=2)  # batch norm needs two
+        check_int("batch", batch, low=2)  # batch norm needs two images
         check_int("micro_batch", micro_batch, low=2)
         if micro_batch < batch and batch % micro_batch:
             raise ValueError(
-                f"micro_batch must be at least batch or a divisor of it, so that all micro-batches are alike, "
+                f"micro_batch must be at least batch or a divisor of it, so that all micro-batches have the same size, "
                 f"got {micro_batch} with batch = {batch}"
             )
         check_real("l2", l2, low=0.0)
@@ -74,19 +74,20 @@ class Cifar10(Task):
         self.l2, self.micro_batch = l2, min(batch, micro_batch)
         found = data.load("cifar10")
         data.check_digest(found, digest)
-        self.train = _first("train_size", train_size, found.train)
-        self.test = _first("test_size", test_size, found.test)
+        self.train = _first_images("train_size", train_size, found.train)
+        self.test = _first_images("test_size", test_size, found.test)
         self.mean, self.deviation = moments(self.train[0])
         size = len(self.train[0])
         self.padding = self.train[0].shape[-1] // 8
-        self.order, self.used = torch.arange(size), torch.tensor(size)
+        self.order = torch.arange(size)
+        self.used = torch.tensor(size)  # how much of the order; all of it, so that the first draw makes a new one
         self.batch = torch.arange(batch) % size
         self.corner = torch.full((batch, 2), self.padding)
         self.mirrored = torch.zeros(batch, dtype=torch.bool)
-        self.fresh = torch.tensor(True)  # not yet in the running statistics
+        self.fresh = torch.tensor(True)  # whether the running statistics do not include this batch yet
 
     def draw(self) -> None:
-        """Take the next images of the order, and decide how they are changed."""
+        """Take the next images of the order, and draw how they are augmented."""
         batch, size = len(self.batch), len(self.order)
         taken = 0
         while taken < batch:
@@ -102,36 +103,37 @@ class Cifar10(Task):
         self.fresh.fill_(True)
 
     def loss(self) -> Tensor:
-        """The loss on the current batch, as one micro-batch; running statistics stay."""
-        return self._error(slice(None)) + self._penalty()
+        """The loss on the current batch, as a single micro-batch; the running statistics do not change."""
+        return self._cross_entropy(slice(None)) + self._penalty()
 
     def evaluate(self, create_graph: bool = False) -> float:
         """As in `Task`, one micro-batch after the other."""
         batch, micro = len(self.batch), self.micro_batch
         parts = batch // micro
-        shares = statistics_shares(parts) if self.fresh else [0.0] * parts
+        momenta = micro_batch_momenta(parts) if self.fresh else [0.0] * parts
         if create_graph:
             if parts > 1:
                 raise ValueError(
                     f"create_graph must be False with {parts} micro-batches, got True: "
                     f"an optimizer that differentiates the gradient needs micro_batch >= batch = {batch}"
                 )
-            with moving_statistics(self.model, shares[0]):
+            with moving_statistics(self.model, momenta[0]):
                 value = super().evaluate(create_graph)
         else:
-            value = self._accumulate([slice(at, at + micro) for at in range(0, batch, micro)], shares)
+            value = self._accumulate([slice(at, at + micro) for at in range(0, batch, micro)], momenta)
         self.fresh.fill_(False)
         return value
 
-    def _accumulate(self, parts: list[slice], shares: list[float]) -> float:
+    def _accumulate(self, parts: list[slice], momenta: list[float]) -> float:
+        """The loss, and its gradient in the parameters' ``grad``, summed over parts of the batch."""
         for p in self.params:
             p.grad = None
         total = torch.zeros(())
-        for part, share in zip(parts, shares, strict=True):
-            with torch.enable_grad(), moving_statistics(self.model, share):
-                error = self._error(part)
-                error.backward()  # type: ignore[no-untyped-call]
-            total += error.detach()
+        for part, momentum in zip(parts, momenta, strict=True):
+            with torch.enable_grad(), moving_statistics(self.model, momentum):
+                loss = self._cross_entropy(part)
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
         with torch.no_grad():
             total += self._penalty()
             for p in self.decayed:
@@ -139,50 +141,59 @@ class Cifar10(Task):
                 p.grad.add_(p, alpha=2 * self.l2)
         return float(total)
 
-    def _error(self, part: slice) -> Tensor:
-        """The cross-entropy of a part of the batch, as a share of the mean over all of it."""
+    def _cross_entropy(self, part: slice) -> Tensor:
+        """The cross-entropy summed over a part of the batch, divided by the size of the whole batch."""
         images, labels = self.train
-        chosen = self.batch[part]
-        changed = augmented(images[chosen], self.corner[part], self.mirrored[part], self.padding)
-        scores = self.model(self._normalised(changed))
-        return cross_entropy(scores, labels[chosen], reduction="sum") / len(self.batch)
+        picks = self.batch[part]
+        shown = augmented(images[picks], self.corner[part], self.mirrored[part], self.padding)
+        logits = self.model(self._normalised(shown))
+        return cross_entropy(logits, labels[picks], reduction="sum") / len(self.batch)
 
     def _penalty(self) -> Tensor:
         return self.l2 * torch.stack([p.square().sum() for p in self.decayed]).sum()
 
     def _normalised(self, images: Tensor) -> Tensor:
-        """Bytes to numbers, in the order in memory that convolutions like best."""
+        """Bytes to floating-point numbers, in the memory format that is fastest for convolutions."""
         numbers = images.float().sub_(self.mean[:, None, None]).div_(self.deviation[:, None, None])
         return numbers.contiguous(memory_format=torch.channels_last)
 
     @torch.no_grad()
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
-        """The share of test images that are recognised, and their mean cross-entropy."""
-        right, error, number = 0, 0.0, len(self.test[0])
+        """The accuracy and the mean cross-entropy on the test images."""
+        images, labels = self.test
+        correct, loss = 0, 0.0
         self.model.eval()
-        for some, truth in zip(*(torch.split(each, _TESTED_AT_ONCE) for each in self.test), strict=True):
-            scores = self.model(self._normalised(some))
-            right += int((scores.argmax(1) == truth).sum())
-            error += float(cross_entropy(scores, truth, reduction="sum"))
+        for start in range(0, len(images), _TESTED_AT_ONCE):
+            part = slice(start, start + _TESTED_AT_ONCE)
+            logits = self.model(self._normalised(images[part]))
+            correct += int((logits.argmax(1) == labels[part]).sum())
+            loss += float(cross_entropy(logits, labels[part], reduction="sum"))
         self.model.train()
-        return {"test_accuracy": right / number, "test_loss": error / number}
+        return {"test_accuracy": correct / len(images), "test_loss": loss / len(images)}
 
     def buffers(self) -> dict[str, Tensor]:
-        own = ("order", "used", "batch", "corner", "mirrored", "fresh")
-        return {**{name: getattr(self, name) for name in own}, **dict(self.model.named_buffers())}
+        return {
+            "order": self.order,
+            "used": self.used,
+            "batch": self.batch,
+            "corner": self.corner,
+            "mirrored": self.mirrored,
+            "fresh": self.fresh,
+            **dict(self.model.named_buffers()),
+        }
 
 
-def statistics_shares(parts: int) -> list[float]:
-    """How far running statistics move with each micro-batch, so that all count alike and are `SHARE` together.
+def micro_batch_momenta(parts: int) -> list[float]:
+    """The momentum of batch norm for each micro-batch, so that all weigh the same, together `MOMENTUM`.
 
-    >>> statistics_shares(1), [round(share, 5) for share in statistics_shares(2)]
+    >>> micro_batch_momenta(1), [round(momentum, 5) for momentum in micro_batch_momenta(2)]
     ([0.1], [0.05263, 0.05])
     """
-    return [SHARE / (parts - later * SHARE) for later in reversed(range(parts))]
+    return [MOMENTUM / (parts - later * MOMENTUM) for later in reversed(range(parts))]
 
 
 def augmented(images: Tensor, corner: Tensor, mirrored: Tensor, padding: int) -> Tensor:
-    """Every image padded with zeros, cropped to its size from its own corner (row, column), then mirrored or not.
+    """Pad every image with zeros, crop it to its size at its corner (row, column), and mirror it if it is to be.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
     >>> augmented(image, torch.tensor([[2, 1]]), torch.tensor([True]), padding=1)
@@ -191,15 +202,15 @@ def augmented(images: Tensor, corner: Tensor, mirrored: Tensor, padding: int) ->
     """
     number, channels, height, width = images.shape
     padded = pad(images, (padding, padding, padding, padding))
-    across = torch.arange(width)
+    left_to_right = torch.arange(width)
     rows = corner[:, :1] + torch.arange(height)
-    columns = corner[:, 1:] + torch.where(mirrored[:, None], across.flip(0), across)
-    at = (rows[:, :, None] * padded.shape[-1] + columns[:, None]).view(number, 1, -1)
-    return padded.flatten(2).gather(2, at.expand(-1, channels, -1)).view(images.shape)
+    columns = corner[:, 1:] + torch.where(mirrored[:, None], left_to_right.flip(0), left_to_right)
+    pixels = (rows[:, :, None] * padded.shape[-1] + columns[:, None]).view(number, 1, -1)
+    return padded.flatten(2).gather(2, pixels.expand(-1, channels, -1)).view(images.shape)
 
 
 def moments(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of images of bytes; counted, so that nothing is rounded.
+    """Mean and standard deviation of each channel of images of bytes, from exact counts of their values.
 
     >>> moments(torch.tensor([[[[1, 3]], [[5, 5]]]], dtype=torch.uint8))
     (tensor([2., 5.]), tensor([1., 0.]))
@@ -212,8 +223,8 @@ def moments(images: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), variance.sqrt().float()
 
 
-def _first(name: str, size: int | None, found: data.Labelled) -> tuple[Tensor, Tensor]:
-    """So many images, in three colours, and their labels."""
+def _first_images(name: str, size: int | None, found: data.Labelled) -> tuple[Tensor, Tensor]:
+    """The first ``size`` images, in three colours, and their labels; all if ``size`` is None."""
     if size is not None:
         check_int(name, size, low=1, high=len(found.images))
     images = found.images[:size]

@@ -1,8 +1,11 @@
 """The middle of a block of the image generator, fused for CPUs: arctangent, three depthwise convolutions, arctangent.
 
-Torch takes a pass over memory for each, and 3 ns a number for an arctangent; a polynomial takes 0.5 ns.
-Images are the innermost index, so that a row of pixels of several images is one contiguous loop: planes are
-(channel, row, column and image), and those that are convolved have a margin of zeros around them.
+Torch makes a pass over memory for each of these and takes 3 ns per number for an arctangent; a polynomial takes 0.5 ns.
+Images are the innermost index, so that one row of pixels of all images is one contiguous loop. Arrays have the shape
+(channel, row, column and image), and those that are convolved have a margin of zeros around each channel.
+
+Letters: L is the number of images, a the input of the first arctangent and y its output, k the weights of the
+convolutions.
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ from torch.autograd.function import Function
 
 from lodo.kernels.cpu import CACHE
 
-MULTIPLIER = 3  # outputs of each channel of the depthwise convolution
+MULTIPLIER = 3  # output channels of the depthwise convolution for each input channel
 _FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}}
 _KERNEL: dict[str, Any] = {**_FLAGS, "cache": CACHE}
 _SUMS: dict[str, Any] = {**_FLAGS, "fastmath": {"contract", "nsz", "reassoc"}}
 
 
 def _coefficients(terms: int = 10) -> np.ndarray:
-    """Of a polynomial in t^2 that is arctan(t) / t for t in [0, 1] to 2e-8: through the Chebyshev nodes."""
+    """Coefficients of the polynomial in t^2 that equals arctan(t) / t within 2e-8 for t in [0, 1].
+
+    It interpolates at the Chebyshev nodes.
+    """
     z = (np.cos(np.pi * (np.arange(terms) + 0.5) / terms) + 1) / 2
     return np.linalg.solve(np.vander(z, terms, increasing=True), np.arctan(np.sqrt(z)) / np.sqrt(z))
 
@@ -45,7 +51,7 @@ def _atan(x):
     return math.copysign(_QUARTER_TURN - p if large else p, x)
 
 
-# Indices are unsigned where an offset is added: a signed one might be negative, and the loop would not vectorise.
+# Indices to which an offset is added are unsigned: a signed one might be negative, and the loop would not vectorise.
 
 
 @njit(**_FLAGS)
@@ -56,7 +62,7 @@ def _atan_row(x, L, out):
 
 @njit(**_FLAGS)
 def _convolve_row(above, here, below, k, bias, L, out, slope):
-    """Out = arctan of the 3 x 3 convolution, slope its derivative."""
+    """Set out to the arctangent of the 3 x 3 convolution, and slope to its derivative."""
     k0, k1, k2, k3, k4, k5, k6, k7, k8 = k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8]
     one, two = np.uintp(L), np.uintp(2 * L)
     for number in range(out.size):
@@ -76,7 +82,7 @@ def _times_row(x, y, L, out):
 
 @njit(**_SUMS)
 def _correlate_row(g, above, here, below, L, sums):
-    """Add to the gradients of the nine weights and the bias."""
+    """Add one row's part to the gradients of the nine weights and of the bias."""
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = s8 = s9 = np.float32(0)
     one, two = np.uintp(L), np.uintp(2 * L)
     for number in range(g.size - 2 * L):
@@ -115,7 +121,7 @@ def _finish_row(total, a):
 
 @njit(**_KERNEL)
 def _forward(a, k, bias, L, y, out, slope):
-    """Y = arctan(a) inside its margin, out = arctan(k * y + bias), slope its derivative."""
+    """Set y to arctan(a) inside its margin, out to arctan(k * y + bias), and slope to the derivative of the latter."""
     channels, rows, _ = a.shape
     for c in range(channels):
         for h in range(rows):
@@ -127,7 +133,7 @@ def _forward(a, k, bias, L, y, out, slope):
 
 @njit(**_KERNEL)
 def _backward(a, k, L, y, slope, g, margined, total, sums):
-    """Replace a by its gradient; sums are those of k and, last, of the bias."""
+    """Replace a by its gradient, and add to sums the gradients of k and, in the last column, of the bias."""
     channels, rows, _ = a.shape
     for c in range(channels):
         total[:] = 0
@@ -147,24 +153,31 @@ class Block(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
         w1, b1, w2, b2, w3, b3 = weights
-        (_, rows, columns, L), flat = x.shape, x.view(len(x), -1)
+        _, rows, columns, L = x.shape
+        flat = x.view(len(x), -1)
         a = torch.addmm(b1[:, None], w1, flat).view(len(w1), rows, -1)
         y = x.new_zeros(len(w1), rows + 2, (columns + 2) * L)
         out, slope = x.new_empty(2, len(w2), rows, columns * L)
-        _forward(*(t.numpy() for t in (a, w2.view(-1, 9), b2)), L, y.numpy(), out.numpy(), slope.numpy())
+        k = w2.view(-1, 9)
+        _forward(a.numpy(), k.numpy(), b2.numpy(), L, y.numpy(), out.numpy(), slope.numpy())
         ctx.save_for_backward(x, w1, w2, w3, a, y, out, slope)
         return torch.add(flat, b3[:, None]).addmm_(w3, out.view(len(w2), -1)).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
         x, w1, w2, w3, kept, y, out, slope = ctx.saved_tensors
-        (channels, rows, columns, L), outputs = x.shape, len(w2)
+        channels, rows, columns, L = x.shape
+        outputs = len(w2)
         flat = g.contiguous().view(channels, -1)
-        a = kept.clone()  # which its gradient replaces; backward may be called again
+        a = kept.clone()  # its gradient overwrites it, and backward may be called again
         g_out = (w3.t() @ flat).view(outputs, rows, -1)
         sums = np.zeros((outputs, 10))
-        margined, total = x.new_zeros(rows + 2, (columns + 2) * L), x.new_empty(rows, columns * L)
-        _backward(a.numpy(), w2.view(-1, 9).numpy(), L, *(t.numpy() for t in (y, slope, g_out, margined, total)), sums)
+        margined = x.new_zeros(rows + 2, (columns + 2) * L)
+        total = x.new_empty(rows, columns * L)
+        k = w2.view(-1, 9)
+        _backward(
+            a.numpy(), k.numpy(), L, y.numpy(), slope.numpy(), g_out.numpy(), margined.numpy(), total.numpy(), sums
+        )
         g_a, g_w2 = a.view(len(w1), -1), w2.new_tensor(sums)
         return (
             torch.addmm(flat, w1.t(), g_a).view(x.shape),

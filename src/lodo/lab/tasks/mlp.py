@@ -1,4 +1,4 @@
-"""A small network on real digits: MNIST averaged down to 8 x 8 pixels, or scikit-learn's, which have 8 x 8."""
+"""A small network on real digits of 8 x 8 pixels: MNIST, averaged down, or scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BATCH = 128
 class Mlp(Task):
     """Classifies digits of 8 x 8 pixels with tanh layers; the loss is the cross-entropy of a random batch.
 
-    The weights start as N(0, 1 / fan-in), the biases as 0. A batch is drawn from all training images with
+    The initial weights are N(0, 1 / fan-in), the initial biases 0. A batch is drawn from all training images with
     replacement.
 
     Args:
         seed: draws the weights and the batches.
         hidden: the widths of the hidden layers.
-        batch: images a step.
-        digest: if given, that of the data (`lodo.lab.data.Dataset`), which is then checked.
+        batch: the number of images per step.
+        digest: the digest that the data must have (see `lodo.lab.data.Dataset`); None accepts any data.
     """
 
     dataset: ClassVar[str | None] = "mnist"
@@ -43,13 +43,13 @@ class Mlp(Task):
     ) -> None:
         super().__init__(seed)
         if not isinstance(hidden, (tuple, list)):
-            raise ValueError(f"hidden must be the widths of the hidden layers, such as (32, 32), got {hidden!r}")
+            raise ValueError(f"hidden must be the widths of the hidden layers, for example (32, 32), got {hidden!r}")
         for i, width in enumerate(hidden):
             check_int(f"hidden[{i}]", width, low=1)
         check_int("batch", batch, low=1)
         digits = data.load("mnist")
         data.check_digest(digits, digest)
-        self.train, self.test = _small(digits)
+        self.train, self.test = _normalised(digits)
         self.params = []
         widths = (SIDE**2, *hidden, CLASSES)
         for fan_in, fan_out in pairwise(widths):
@@ -59,14 +59,14 @@ class Mlp(Task):
         self.draw()
 
     def draw(self) -> None:
-        """Take other images."""
+        """Draw a batch of images."""
         torch.randint(len(self.train[0]), self.batch.shape, generator=self.rng, out=self.batch)
 
     def loss(self) -> Tensor:
         images, labels = self.train
-        return cross_entropy(self._scores(images[self.batch]), labels[self.batch])
+        return cross_entropy(self._logits(images[self.batch]), labels[self.batch])
 
-    def _scores(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor) -> Tensor:
         *hidden, last = zip(self.params[::2], self.params[1::2], strict=True)
         for weight, bias in hidden:
             x = linear(x, weight, bias).tanh()
@@ -74,27 +74,31 @@ class Mlp(Task):
 
     @torch.no_grad()
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
-        """The share of test images that are recognised."""
+        """The accuracy on the test images."""
         images, labels = self.test
-        return {"test_accuracy": float((self._scores(images).argmax(1) == labels).double().mean())}
+        correct = self._logits(images).argmax(1) == labels
+        return {"test_accuracy": float(correct.double().mean())}
 
     def buffers(self) -> dict[str, Tensor]:
         return {"batch": self.batch}
 
 
 @functools.lru_cache(maxsize=1)
-def _small(digits: data.Dataset) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training and test images as rows of 64 numbers, normalised with the training set's mean and deviation."""
-    sums = shrink(digits.train.images), shrink(digits.test.images)
-    mean, deviation = sums[0].double().mean(), sums[0].double().std()
-    train, test = (((each - mean) / deviation).float() for each in sums)
-    return (train, digits.train.labels.long()), (test, digits.test.labels.long())
+def _normalised(digits: data.Dataset) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The training set and the test set: images as rows of 64 numbers, and labels.
+
+    The images are normalised with the mean and the standard deviation of all pixels of the training set.
+    """
+    train, test = shrink(digits.train.images), shrink(digits.test.images)
+    mean, deviation = train.double().mean(), train.double().std()
+    train, test = ((images - mean) / deviation for images in (train, test))
+    return (train.float(), digits.train.labels.long()), (test.float(), digits.test.labels.long())
 
 
 def shrink(images: Tensor) -> Tensor:
-    """28 x 28 bytes to rows of 8 x 8 sums: the margin of 2 pixels is left out, and 3 x 3 pixels are added up.
+    """Reduce images of 28 x 28 bytes to rows of 8 x 8 sums.
 
-    Images of 8 x 8 bytes become rows as they are.
+    The margin of 2 pixels is dropped, and squares of 3 x 3 pixels are summed. Images of 8 x 8 bytes are only flattened.
 
     >>> shrink(torch.full((1, 28, 28), 100, dtype=torch.uint8))[0, :3]
     tensor([900, 900, 900], dtype=torch.int32)

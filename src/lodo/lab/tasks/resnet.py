@@ -1,4 +1,4 @@
-"""Residual networks for small images (He et al. 2016): a stem of 3 x 3 without pooling, then stages of basic blocks."""
+"""Residual networks for small images (He et al. 2016): a 3 x 3 stem without pooling, then stages of basic blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import relu_
 from lodo._checks import check_choice
 
 CLASSES = 10
-MODELS = {  # the width of each stage and its number of blocks
+MODELS = {  # for each stage, its width and its number of blocks
     "resnet18": ((64, 2), (128, 2), (256, 2), (512, 2)),
     "resnet20": ((16, 3), (32, 3), (64, 3)),
     "resnet8": ((16, 1), (32, 1), (64, 1)),
@@ -20,27 +20,29 @@ MODELS = {  # the width of each stage and its number of blocks
 
 
 class ResNet(nn.Module):
-    """Scores of images (number x 3 x height x width); every stage but the first halves the sides."""
+    """Maps images (image x 3 x row x column) to logits; every stage but the first halves the height and width."""
 
     def __init__(self, stages: tuple[tuple[int, int], ...]) -> None:
         super().__init__()
         width = stages[0][0]
         self.stem = _convolution(3, width, 3, 1)
         blocks = []
-        for i, (wider, number) in enumerate(stages):
-            for j in range(number):
-                blocks.append(Block(width, wider, stride=2 if i and not j else 1))
-                width = wider
+        for stage, (stage_width, number) in enumerate(stages):
+            for block in range(number):
+                halves = stage > 0 and block == 0
+                blocks.append(Block(width, stage_width, stride=2 if halves else 1))
+                width = stage_width
         self.blocks = nn.Sequential(*blocks)
         self.last = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.last(self.blocks(relu_(self.stem(x))).mean((2, 3)))
-        return scores
+        features = self.blocks(relu_(self.stem(x))).mean((2, 3))
+        logits: Tensor = self.last(features)
+        return logits
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3, and a shortcut that is projected by one of 1 x 1 where the shape changes."""
+    """Two 3 x 3 convolutions and a shortcut, which has a 1 x 1 convolution where the shape changes."""
 
     def __init__(self, fan_in: int, fan_out: int, stride: int) -> None:
         super().__init__()
@@ -54,26 +56,26 @@ class Block(nn.Module):
 
 
 def _convolution(fan_in: int, fan_out: int, side: int, stride: int) -> nn.Sequential:
-    """A convolution and its batch norm."""
+    """A convolution followed by batch norm."""
     convolution = nn.Conv2d(fan_in, fan_out, side, stride, padding=side // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(fan_out))
 
 
-def _norms(model: nn.Module) -> Iterator[nn.BatchNorm2d]:
+def _batch_norms(model: nn.Module) -> Iterator[nn.BatchNorm2d]:
     return (module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
 
 
 def resnet(model: str, rng: torch.Generator) -> ResNet:
-    """A network by its name, with weights from ``rng`` alone.
+    """The network of this name, with initial weights drawn from ``rng``.
 
-    Convolutions are normal with variance 2 / fan-out, the last layer is uniform as torch has it, batch norm starts
-    with 1 and 0. Running statistics stay as they are unless `moving_statistics` lets them move.
+    The weights of convolutions are N(0, 2 / fan-out), the last layer is uniform as is torch's default, and batch norm
+    starts with scale 1 and shift 0. The running statistics change only within `moving_statistics`.
 
     >>> resnet("resnet8", torch.Generator().manual_seed(0))(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-    made = _empty(model).to_empty(device="cpu")
-    for module in made.modules():
+    network = _without_memory(model).to_empty(device="cpu")
+    for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=rng)
         elif isinstance(module, nn.Linear):
@@ -83,32 +85,33 @@ def resnet(model: str, rng: torch.Generator) -> ResNet:
         elif isinstance(module, nn.BatchNorm2d):
             module.reset_parameters()
             module.track_running_stats = False
-    return made
+    return network
 
 
-def weights(model: str) -> int:
-    """How many weights a network has; nothing is allocated.
+def count_weights(model: str) -> int:
+    """The number of weights of the network of this name; nothing is allocated.
 
-    >>> weights("resnet18")
+    >>> count_weights("resnet18")
     11173962
     """
-    return sum(p.numel() for p in _empty(model).parameters())
+    return sum(p.numel() for p in _without_memory(model).parameters())
 
 
-def _empty(model: str) -> ResNet:
-    """A network of shapes alone."""
+def _without_memory(model: str) -> ResNet:
+    """A network whose tensors have shapes but no memory."""
     check_choice("model", model, MODELS)
     with torch.device("meta"):
         return ResNet(MODELS[model])
 
 
 @contextmanager
-def moving_statistics(model: ResNet, share: float) -> Iterator[None]:
-    """Let running statistics move this share of the way to those of the images seen meanwhile; 0 for not at all."""
-    for norm in _norms(model):
-        norm.track_running_stats, norm.momentum = share > 0, share
+def moving_statistics(model: ResNet, momentum: float) -> Iterator[None]:
+    """Let the forward passes in this context update the running statistics with this momentum; 0 for no update."""
+    for norm in _batch_norms(model):
+        norm.track_running_stats = momentum > 0
+        norm.momentum = momentum
     try:
         yield
     finally:
-        for norm in _norms(model):
+        for norm in _batch_norms(model):
             norm.track_running_stats = False

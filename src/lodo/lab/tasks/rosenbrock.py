@@ -17,8 +17,8 @@ class Rosenbrock(Task):
     """``0.01 (x - 1)^2 + (x^2 - y)^2`` from (-0.5, 2), in double precision.
 
     Args:
-        seed: draws the jitter; nothing else is random.
-        jitter: standard deviation of a change to the start, to see how much a run depends on it.
+        seed: draws the noise on the starting point; nothing else is random.
+        jitter: the standard deviation of Gaussian noise on the starting point.
 
     Example:
         >>> round(Rosenbrock(seed=0).evaluate(), 4)
@@ -36,10 +36,15 @@ class Rosenbrock(Task):
         return rosenbrock(x, y)
 
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
+        """The position."""
         x, y = self.params[0].tolist()
         return {"x": x, "y": y}
 
 
 def rosenbrock(x: Tensor, y: Tensor) -> Tensor:
-    """The function itself, elementwise."""
+    """The rescaled Rosenbrock function, elementwise.
+
+    >>> rosenbrock(torch.tensor(2.0), torch.tensor(1.0))
+    tensor(9.0100)
+    """
     return 0.01 * (x - 1) ** 2 + (x**2 - y) ** 2

@@ -15,7 +15,7 @@ from lodo.lab.experiments.base import Request, Results, tail
 from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, last_tracked, learning_curves, speed
 from lodo.lab.optimizers import hyperparameters
 from lodo.lab.show.tables import Paper, Row
-from lodo.lab.tasks.resnet import weights
+from lodo.lab.tasks.resnet import count_weights
 
 TRAINING = "training loss over the last 10 %"
 ACCURACY = "test accuracy over the last 10 %"
@@ -86,13 +86,13 @@ class Cifar10Experiment(NetworkExperiment):
     def notes(self, request: Request, results: Results) -> list[str]:
         model = request.task_options.get("model", "resnet18")
         return [
-            f"{model}, {weights(model):,} weights; padded, cropped and mirrored images; the loss has an L2 term.",
+            f"{model}, {count_weights(model):,} weights; padded, cropped and mirrored images; the loss has an L2 term.",
             *super().notes(request, results),
         ]
 
     def needs(self, request: Request) -> list[str]:
         """The memory of LODO's state, and how much there is."""
-        n = weights(request.task_options.get("model", "resnet18"))
+        n = count_weights(request.task_options.get("model", "resnet18"))
         free = memory.available(torch.device("cpu"))
         lines = []
         for choice in request.choices:
