@@ -1,4 +1,4 @@
-"""Runs that die on the way, and whether they come to the same end."""
+"""Runs that are killed and resumed, and whether they reach the same result."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from lodo.lab.run import execute
 
 
 def same_but_for_time(a, b):
+    """All columns of two curves are equal bit for bit, except the measured seconds."""
     assert a.columns.keys() == b.columns.keys()
     for name in a.columns.keys() - {"seconds"}:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
 class Killed(BaseException):
-    """Stands in for the end of the process."""
+    """Stands in for the death of the process."""
 
 
 def interrupted(run, folder, monkeypatch, after):
-    """Execute with a checkpoint at every opportunity, and die after so many of them."""
-    left = after
+    """Execute with a checkpoint at every opportunity, and die after ``after`` of them."""
+    checkpoints = 0
 
     def progress(_):
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal checkpoints
+        checkpoints += 1
+        if checkpoints > after:
             raise Killed
 
     monkeypatch.setattr(module, "_BREATH", 0.0)  # a breath after every step

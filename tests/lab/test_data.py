@@ -1,4 +1,4 @@
-"""Data files: read right, missing ones downloaded, damaged ones named, the same data recognised anywhere."""
+"""Data files: read correctly; missing ones downloaded, damaged ones named, the same data recognised everywhere."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import gzip
 import hashlib
 import io
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tarfile
 import threading
@@ -29,6 +28,7 @@ from digits import (
     idx,
     imitation,
     mnist_files,
+    read_mnist_elsewhere,
     take_offline,
     write_cifar10,
     write_mnist,
@@ -53,8 +53,8 @@ from lodo.lab.data import (
 
 
 @pytest.fixture(autouse=True)
-def nobody(tmp_path, monkeypatch):
-    """No test goes to the real network or into the user's cache."""
+def unreachable(tmp_path, monkeypatch):
+    """An address without a server in place of every mirror: no test uses the real network or the user's cache."""
     return take_offline(monkeypatch, tmp_path / "cache")
 
 
@@ -76,7 +76,7 @@ WHOLE = idx(np.arange(24).reshape(2, 3, 4))
 
 
 def pack(content):
-    """Without the time: it would be in the names of tests, and every process that collects them has another."""
+    """Compress without a time stamp: it would enter the test names, which must be the same in every worker."""
     return gzip.compress(content, mtime=0)
 
 
@@ -84,13 +84,13 @@ PACKED = pack(WHOLE)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "must be an idx file"),
         (WHOLE, "not gzipped"),
         (PACKED[:-1], "cut short"),
         (PACKED[: len(PACKED) // 2], "cut short"),
-        (PACKED[:-8] + bytes(8), "damaged"),  # another checksum
+        (PACKED[:-8] + bytes(8), "damaged"),  # a wrong checksum
         (PACKED[:12] + bytes([255]) + PACKED[13:], "damaged"),
         (PACKED + b"more", "damaged"),
         (pack(b"abc"), "must be an idx file that begins with 00000803, got 616263"),
@@ -100,18 +100,18 @@ PACKED = pack(WHOLE)
         (pack(WHOLE[:-1]), "must have 40 bytes when unpacked, got 39"),
         (pack(WHOLE + b"\0"), "must have 40 bytes when unpacked, got 41"),
         (pack(idx(np.zeros((0, 28, 28)))), "must not be empty"),
-        (pack(WHOLE[:4] + b"\xff" * 12), "bytes when unpacked, got 16"),  # sizes that no memory holds
+        (pack(WHOLE[:4] + b"\xff" * 12), "bytes when unpacked, got 16"),  # sizes too large for any memory
     ],
 )
-def test_a_damaged_file_is_named(content, said, tmp_path):
+def test_a_damaged_file_is_named(content, message, tmp_path):
     path = tmp_path / "images.gz"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=said) as error:
+    with pytest.raises(ValueError, match=message) as error:
         read_idx(path, 3)
     assert str(error.value).startswith(str(path))
 
 
-def test_a_set_is_read_whole_and_once(tmp_path):
+def test_mnist_is_read_whole_and_once(tmp_path):
     arrays = imitation(train=30, test=20)
     with using(write_mnist(tmp_path, arrays)):
         found = load_mnist()
@@ -123,7 +123,7 @@ def test_a_set_is_read_whole_and_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("at", "change", "said"),
+    ("at", "change", "message"),
     [
         (1, lambda labels: labels[:-1], "must have a label for each of 300 images, got 299"),
         (3, lambda labels: np.append(labels, 0), "must have a label for each of 100 images, got 101"),
@@ -131,15 +131,15 @@ def test_a_set_is_read_whole_and_once(tmp_path):
         (2, lambda images: images[:, 1:], "must have images of 28 x 28 pixels, got 27 x 28"),
     ],
 )
-def test_a_set_that_does_not_fit_together_is_refused(at, change, said, tmp_path):
+def test_files_that_do_not_belong_together_are_refused(at, change, message, tmp_path):
     arrays = imitation()
     arrays[at] = change(arrays[at])
-    with using(write_mnist(tmp_path, arrays)), pytest.raises(ValueError, match=said) as error:
+    with using(write_mnist(tmp_path, arrays)), pytest.raises(ValueError, match=message) as error:
         load_mnist()
     assert MNIST_FILES[at] in str(error.value)
 
 
-def test_the_digest_is_of_the_content_alone(tmp_path):
+def test_the_digest_depends_on_the_content_alone(tmp_path):
     arrays = imitation()
     first = digest_of(write_mnist(tmp_path / "a", arrays))
     assert digest_of(write_mnist(tmp_path / "b", arrays, level=1)) == first
@@ -148,7 +148,7 @@ def test_the_digest_is_of_the_content_alone(tmp_path):
     assert digest_of(write_mnist(tmp_path / "d", arrays)) != first
 
 
-def test_other_data_than_planned_is_refused(tmp_path):
+def test_data_other_than_planned_is_refused(tmp_path):
     with using(write_mnist(tmp_path)):
         found = load_mnist()
         check_digest(found, None)
@@ -157,11 +157,11 @@ def test_other_data_than_planned_is_refused(tmp_path):
             check_digest(found, "abc")
 
 
-def test_a_folder_is_used_for_a_while(tmp_path, monkeypatch):
+def test_using_sets_the_folder_and_restores_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(VARIABLE, raising=False)
     with using(Path("a")):
-        assert os.environ[VARIABLE] == str(tmp_path / "a")  # a worker may stand elsewhere
+        assert os.environ[VARIABLE] == str(tmp_path / "a")  # a worker may have another working directory
         with using(None):
             assert os.environ[VARIABLE] == str(tmp_path / "a")
         with using(Path("b")):
@@ -192,7 +192,7 @@ def scratch(tmp_path_factory):
 
 
 def read_or_named(read, path, *args):
-    """What is in the file, or None if an error names it."""
+    """The content of the file, or None if reading fails with an error that names the file."""
     try:
         return read(path, *args)
     except ValueError as error:
@@ -213,7 +213,7 @@ def _altered(content, at, difference):
 @given(st.sampled_from(PACKINGS).flatmap(alterations))
 @example(PACKINGS[0])
 @example(PACKINGS[1])
-def test_fuzzed_idx_files_are_read_right_or_named(scratch, content):
+def test_fuzzed_idx_files_are_read_correctly_or_named(scratch, content):
     path = scratch / "fuzzed.gz"
     path.write_bytes(content)
     found = read_or_named(read_idx, path, 3)
@@ -235,8 +235,8 @@ def test_every_cut_of_an_idx_file_is_refused(scratch):
 @example(RECORDS[:3073])
 @example(RECORDS + b"x")
 @example(RECORDS + RECORDS[:3073])
-def test_fuzzed_batches_are_read_right_or_named(scratch, content):
-    """As many images as the original has must be the original; fewer whole ones are read as they are."""
+def test_fuzzed_batches_are_read_correctly_or_named(scratch, content):
+    """A file with as many images as the original must be the original; one with fewer is read as it is."""
     path = scratch / CIFAR10_FILES[0]
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
@@ -270,7 +270,7 @@ def test_cifar10_is_read_whole_and_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda content: b"", "cut short .* got 0 bytes"),
         (lambda content: content[:-1], "cut short .* got 12,291 bytes"),
@@ -280,11 +280,11 @@ def test_cifar10_is_read_whole_and_once(tmp_path):
         (lambda content: content * 2500, "is damaged: its md5 must be ae636b3ba5c66a11e91e8cb52e771fcb, got"),
     ],
 )
-def test_a_damaged_batch_is_named(change, said, tmp_path):
+def test_a_damaged_batch_is_named(change, message, tmp_path):
     files = cifar10_files(number=4)
     files["data_batch_4.bin"] = change(files["data_batch_4.bin"])
     folder = write_cifar10(tmp_path, files)
-    with using(folder), pytest.raises(ValueError, match=said) as error:
+    with using(folder), pytest.raises(ValueError, match=message) as error:
         load_cifar10()
     assert str(error.value).startswith(str(folder / "cifar-10-batches-bin" / "data_batch_4.bin"))
 
@@ -344,14 +344,14 @@ def md5(content):
 
 
 class Mirror(ThreadingHTTPServer):
-    """Serves ``files``, and can be told to stop in the middle.
+    """A server of ``files`` that can be told to stop in the middle of a response.
 
     Args:
-        files: contents by their paths.
-        ranges: whether it continues where it is asked to.
+        files: contents by path.
+        ranges: whether it supports range requests.
 
-    ``stops`` are the numbers of bytes after which the next answers stop; they then end, or wait if ``patient`` until
-    `release` is called.
+    ``stops`` lists the numbers of bytes after which the next responses stop. A stopped response ends, or waits for
+    `release` if the mirror is ``patient``.
     """
 
     def __init__(self, files, ranges=True):
@@ -410,7 +410,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve():
-    """Start mirrors that end with the test."""
+    """Start mirrors that are shut down after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(files, **options):
@@ -432,7 +432,7 @@ HALF = len(FILES[FIRST]) // 2
 
 @pytest.fixture
 def mirror(serve, monkeypatch):
-    """A mirror with an imitation of MNIST that counts as the original."""
+    """A mirror with an imitation of MNIST whose checksums are taken for the original ones."""
     made = serve(FILES)
     monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MIRRORS", (made.url,))
     monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MD5", {name: md5(content) for name, content in FILES.items()})
@@ -440,7 +440,7 @@ def mirror(serve, monkeypatch):
 
 
 def holds(folder, files):
-    """Whether these files are there, and no others but the lock."""
+    """Whether the folder has exactly these files, apart from the lock."""
     found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
     return found == files
 
@@ -467,7 +467,7 @@ def test_the_default_folder_is_in_the_users_cache(mirror, tmp_path, monkeypatch)
     assert holds(tmp_path / "home" / ".cache" / "lodo" / "data" / "mnist", FILES)
 
 
-def test_what_is_there_is_not_asked_for_nor_overwritten(mirror, tmp_path):
+def test_existing_files_are_neither_requested_nor_overwritten(mirror, tmp_path):
     others = imitation(seed=5)
     folder = write_mnist(tmp_path, others) / "mnist"
     (folder / MNIST_FILES[1]).unlink()
@@ -488,7 +488,7 @@ def test_a_damaged_file_is_refused_not_overwritten(mirror, tmp_path):
     assert not mirror.asked
 
 
-def test_a_broken_connection_is_continued(mirror, tmp_path):
+def test_a_broken_connection_is_resumed(mirror, tmp_path):
     mirror.stops = [HALF, 1000]
     with using(tmp_path):
         load_mnist()
@@ -497,7 +497,7 @@ def test_a_broken_connection_is_continued(mirror, tmp_path):
     assert mirror.sent == SIZE
 
 
-def test_a_silent_connection_is_continued(mirror, tmp_path, monkeypatch):
+def test_a_stalled_connection_is_resumed(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr("lodo.lab.data.download.TIMEOUT", 0.3)
     mirror.stops, mirror.patient = [HALF], True
     with using(tmp_path):
@@ -506,8 +506,8 @@ def test_a_silent_connection_is_continued(mirror, tmp_path, monkeypatch):
     assert mirror.asked[1] == (FIRST, f"bytes={HALF}-")
 
 
-def test_a_part_is_continued_by_the_next_command(mirror, tmp_path):
-    mirror.stops = [HALF, 0]  # a second connection without a byte
+def test_a_partial_file_is_resumed_by_the_next_command(mirror, tmp_path):
+    mirror.stops = [HALF, 0]  # the second connection delivers nothing
     with using(tmp_path), pytest.raises(ValueError, match=f"the connection ended after {HALF:,} of"):
         load_mnist()
     assert holds(tmp_path / "mnist", {f"{FIRST}.part": FILES[FIRST][:HALF]})
@@ -520,15 +520,15 @@ def test_a_part_is_continued_by_the_next_command(mirror, tmp_path):
 @pytest.mark.parametrize(
     ("part", "asked"),
     [
-        (FILES[FIRST], []),  # whole, but not yet placed
+        (FILES[FIRST], []),  # complete, but not yet renamed
         (b"", [None]),
         (FILES[FIRST][:HALF], [HALF]),
-        (b"x" + FILES[FIRST][1:HALF], [HALF, None]),  # wrong, which is found at the end
+        (b"x" + FILES[FIRST][1:HALF], [HALF, None]),  # wrong, which shows only at the end
         (b"x" + FILES[FIRST][1:], [len(FILES[FIRST]), None]),
         (FILES[FIRST] + b"x", [len(FILES[FIRST]) + 1, None]),
     ],
 )
-def test_whatever_the_part_is_the_file_is_right(mirror, part, asked, tmp_path):
+def test_any_partial_file_leads_to_the_right_file(mirror, part, asked, tmp_path):
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / f"{FIRST}.part").write_bytes(part)
     with using(tmp_path):
@@ -546,7 +546,7 @@ def test_a_server_without_ranges_sends_all_again(mirror, tmp_path):
     assert mirror.sent == HALF + SIZE
 
 
-def test_a_server_that_always_breaks_off_is_given_up(mirror, tmp_path):
+def test_a_server_that_always_disconnects_is_given_up(mirror, tmp_path):
     mirror.ranges, mirror.stops = False, [HALF] * 10
     with using(tmp_path), pytest.raises(ValueError, match="the connection ended after"):
         load_mnist()
@@ -560,15 +560,15 @@ def test_a_file_with_another_md5_is_refused(mirror, tmp_path):
     assert holds(tmp_path / "mnist", {})
     (tmp_path / "mnist" / f"{FIRST}.part").write_bytes(FILES[FIRST][:HALF])
     with using(tmp_path), pytest.raises(ValueError, match="the md5 of the file must be"):
-        load_mnist()  # tried from the beginning, once
+        load_mnist()  # started over once
     assert holds(tmp_path / "mnist", {})
     assert [wanted for _, wanted in mirror.asked] == [None, f"bytes={HALF}-", None]
 
 
-def test_the_next_mirror_continues_what_another_began(mirror, serve, nobody, tmp_path, monkeypatch):
+def test_the_next_mirror_resumes_what_another_began(mirror, serve, unreachable, tmp_path, monkeypatch):
     first, wrong = serve(FILES), serve(dict.fromkeys(FILES, b"<html>log in first</html>"))
     first.stops = [HALF, 0]
-    monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MIRRORS", (nobody, first.url, serve({}).url, mirror.url))
+    monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MIRRORS", (unreachable, first.url, serve({}).url, mirror.url))
     with using(tmp_path / "a"):
         load_mnist()
     assert holds(tmp_path / "a" / "mnist", FILES)
@@ -579,12 +579,20 @@ def test_the_next_mirror_continues_what_another_began(mirror, serve, nobody, tmp
     assert holds(tmp_path / "b" / "mnist", FILES)
 
 
-def test_without_a_network_the_error_says_what_to_put_where(nobody, tmp_path):
+def test_without_a_network_the_error_says_what_to_put_where(unreachable, tmp_path):
     with using(tmp_path), pytest.raises(ValueError, match="are missing in") as error:
         load_mnist()
     folder = repr(str(tmp_path / "mnist"))
-    for said in (*MNIST_FILES, folder, nobody, "refused", "--data DIR", "LODO_DATA", "--data digits needs no download"):
-        assert said in str(error.value)
+    for message in (
+        *MNIST_FILES,
+        folder,
+        unreachable,
+        "refused",
+        "--data DIR",
+        "LODO_DATA",
+        "--data digits needs no download",
+    ):
+        assert message in str(error.value)
     write_mnist(tmp_path / "some")
     (tmp_path / "some" / "mnist" / MNIST_FILES[2]).unlink()
     with using(tmp_path / "some"), pytest.raises(ValueError, match=f"^{MNIST_FILES[2]} is missing in") as error:
@@ -592,8 +600,8 @@ def test_without_a_network_the_error_says_what_to_put_where(nobody, tmp_path):
     assert FIRST not in str(error.value)
     with using(tmp_path), pytest.raises(ValueError, match=r"are missing in .*cifar-10-batches-bin") as error:
         load_cifar10()
-    for said in (*CIFAR10_FILES, nobody + "cifar-10-binary.tar.gz", "--data digits"):
-        assert said in str(error.value)
+    for message in (*CIFAR10_FILES, unreachable + "cifar-10-binary.tar.gz", "--data digits"):
+        assert message in str(error.value)
 
 
 def test_a_folder_that_cannot_be_written_is_named(mirror, tmp_path):
@@ -603,43 +611,24 @@ def test_a_folder_that_cannot_be_written_is_named(mirror, tmp_path):
     assert not mirror.asked
 
 
-SCRIPT = """
-import json, sys
-from lodo.lab.data import load_mnist
-from lodo.lab.data import mnist as idx
-idx.MNIST_MIRRORS, idx.MNIST_MD5 = json.loads(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-print(load_mnist().digest, flush=True)
-"""
-
-
 @pytest.fixture
 def start():
-    """Start processes that read MNIST into a folder when they are told to."""
+    """Start other processes that read MNIST in a folder; what they need is imported once for all of them."""
+    context = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+    context.set_forkserver_preload(["lodo.lab.data"])
     with contextlib.ExitStack() as stack:
 
-        def ready(folder, mirror):
-            tables = json.dumps([[mirror.url], {name: md5(content) for name, content in FILES.items()}])
-            process = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, tables],
-                env=os.environ | {VARIABLE: str(folder)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            assert process.stdout.readline() == "ready\n"
-            return process
+        def started(folder, mirror, log):
+            receiver, sender = context.Pipe(duplex=False)
+            md5s = {name: md5(content) for name, content in FILES.items()}
+            process = context.Process(target=read_mnist_elsewhere, args=(folder, mirror.url, md5s, log, sender))
+            process.start()
+            sender.close()
+            for end in (receiver.close, process.close, process.join, process.kill):
+                stack.callback(end)
+            return process, receiver
 
-        yield ready
-
-
-def go(process):
-    process.stdin.write("go\n")
-    process.stdin.flush()
+        yield started
 
 
 def wait_until(condition):
@@ -649,33 +638,33 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_a_killed_download_is_continued(mirror, start, tmp_path):
+def test_a_killed_download_is_resumed(mirror, start, tmp_path):
     mirror.stops, mirror.patient = [HALF], True
     part = tmp_path / "mnist" / f"{FIRST}.part"
-    process = start(tmp_path, mirror)
-    go(process)
+    process, _ = start(tmp_path, mirror, tmp_path / "log")
     wait_until(lambda: part.is_file() and part.stat().st_size == HALF)
     process.kill()
-    process.wait()
+    process.join()
     assert holds(tmp_path / "mnist", {part.name: FILES[FIRST][:HALF]})
     with using(tmp_path):
-        load_mnist()  # nor is there a lock left
+        load_mnist()  # the lock of the killed process does not block
     assert holds(tmp_path / "mnist", FILES)
     assert mirror.asked[1] == (FIRST, f"bytes={HALF}-")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 def test_two_processes_at_once_download_once(mirror, start, tmp_path):
     mirror.stops, mirror.patient = [HALF], True
-    first, second = start(tmp_path, mirror), start(tmp_path, mirror)
-    go(first)
+    logs = [tmp_path / "first", tmp_path / "second"]
+    _, first = start(tmp_path, mirror, logs[0])
     wait_until(lambda: mirror.asked)
-    go(second)
-    assert "waiting for another process that downloads into" in second.stderr.readline()
+    _, second = start(tmp_path, mirror, logs[1])
+    wait_until(lambda: logs[1].is_file() and "waiting for another process that downloads into" in logs[1].read_text())
     mirror.release()
-    outs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert first.poll(60)
+    assert second.poll(60)
     with using(tmp_path):
-        assert outs == [load_mnist().digest + "\n"] * 2
+        assert first.recv() == second.recv() == load_mnist().digest
     assert holds(tmp_path / "mnist", FILES)
     assert mirror.sent == SIZE
 
@@ -700,7 +689,7 @@ MEMBERS = {f"cifar-10-batches-bin/{name}": content for name, content in reversed
 
 @pytest.fixture
 def archive(serve, monkeypatch):
-    """Serve an archive with these members as the original one, with an imitation's files as the original ones."""
+    """Serve an archive with these members; checksums are taken from it and from the files of an imitation."""
 
     def make(members):
         content = packed(members)
@@ -729,7 +718,7 @@ def test_an_archive_is_downloaded_and_its_batches_unpacked_alone(archive, tmp_pa
     assert mirror.sent == len(mirror.files["cifar-10-binary.tar.gz"])
 
 
-def test_batches_that_are_there_stay(archive, tmp_path):
+def test_existing_batches_are_kept(archive, tmp_path):
     archive(MEMBERS)
     own = cifar10_files(seed=1)
     del own["data_batch_5.bin"]
@@ -739,7 +728,7 @@ def test_batches_that_are_there_stay(archive, tmp_path):
     assert holds(tmp_path / "cifar-10-batches-bin", found)
 
 
-def test_unpacking_goes_on_after_an_interruption(archive, tmp_path):
+def test_unpacking_resumes_after_an_interruption(archive, tmp_path):
     mirror = archive(MEMBERS)
     files = {name: BATCHES[name] for name in CIFAR10_FILES[3:]}
     folder = write_cifar10(tmp_path, files) / "cifar-10-batches-bin"
@@ -751,20 +740,20 @@ def test_unpacking_goes_on_after_an_interruption(archive, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "message"),
     [
         (MEMBERS | {"cifar-10-batches-bin/data_batch_1.bin": b"x"}, "the md5 of data_batch_1.bin in .* must be"),
         (dict(list(MEMBERS.items())[:5]), "must contain cifar-10-batches-bin/data_batch_1.bin"),
     ],
 )
-def test_an_archive_without_the_right_batch_is_refused(archive, members, said, tmp_path):
+def test_an_archive_without_the_right_batch_is_refused(archive, members, message, tmp_path):
     archive(members)
-    with using(tmp_path), pytest.raises(ValueError, match=f"^data_batch_1.bin is missing in .*{said}"):
+    with using(tmp_path), pytest.raises(ValueError, match=f"^data_batch_1.bin is missing in .*{message}"):
         load_cifar10()
     assert not (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").exists()
 
 
-def test_what_is_no_archive_is_refused(archive, monkeypatch, tmp_path):
+def test_a_broken_archive_is_refused(archive, monkeypatch, tmp_path):
     mirror = archive(MEMBERS)
     mirror.files = {"cifar-10-binary.tar.gz": mirror.files["cifar-10-binary.tar.gz"][:-5000]}
     monkeypatch.setattr(cifar10, "CIFAR10_ARCHIVE_MD5", md5(mirror.files["cifar-10-binary.tar.gz"]))
@@ -776,14 +765,16 @@ def test_what_is_no_archive_is_refused(archive, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(not REAL, reason=f"{VARIABLE} has no MNIST")
-def test_the_real_digits():
+def test_the_real_mnist():
     found = load_mnist()
     assert found.digest == MNIST_DIGEST
     assert found.train.images.shape == (60_000, 28, 28)
     assert found.test.images.shape == (10_000, 28, 28)
     assert found.train.labels[:5].tolist() == [5, 0, 4, 1, 9]
     assert found.test.labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert 100 * (found.train.images.double().mean() / 255) == pytest.approx(13.07, abs=0.005)  # as everyone finds
+    assert 100 * (found.train.images.double().mean() / 255) == pytest.approx(
+        13.07, abs=0.005
+    )  # the value usually quoted
 
 
 @pytest.mark.skipif(not REAL_CIFAR10, reason=f"{VARIABLE} has no CIFAR-10")
@@ -796,4 +787,4 @@ def test_the_real_cifar10():
     assert found.test.labels.bincount().tolist() == [1000] * 10
     assert found.train.labels[:5].tolist() == [6, 9, 9, 4, 1]
     means = found.train.images.double().mean((0, 2, 3)) / 255
-    assert means.tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.00005)  # as everyone finds
+    assert means.tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.00005)  # the value usually quoted

@@ -1,4 +1,4 @@
-"""The image generator against loops and double precision, and its kernels against torch."""
+"""The image generator against plain loops and double precision, and its kernels against torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lodo.lab.tasks import generator_kernels as fused
 from lodo.lab.tasks.generator import _average_pool, fused_scores, initial_weights, inputs, sample, scores
 from lodo.lab.tasks.generator_kernels import Block
 
-FAN_INS = [5, *[20, 9, 120] * 20, 20]  # of the layers: the first, twenty blocks of three, the last
+FAN_INS = [5, *[20, 9, 120] * 20, 20]  # of the first layer, of twenty blocks of three layers, of the last layer
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,7 +28,7 @@ def network():
 
 
 def batch(number, rows, columns=None, seed=0):
-    """Random images and a random pixel of each."""
+    """Random images, and a random pixel of each."""
     rng = torch.Generator().manual_seed(seed)
     columns = rows if columns is None else columns
     images = torch.randint(256, (number, rows, columns), generator=rng, dtype=torch.uint8)
@@ -36,7 +36,7 @@ def batch(number, rows, columns=None, seed=0):
 
 
 def close(actual, expected, rtol=1e-5):
-    """To a part of the largest number, as sums are."""
+    """Equal up to ``rtol`` times the largest number, as rounding errors of sums are."""
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() <= rtol * expected.abs().max()
 
@@ -50,14 +50,14 @@ def test_the_papers_number_of_weights(network):
     assert all(p.dtype == torch.float32 and p.requires_grad and p.is_leaf for p in network)
 
 
-def test_the_fan_in_of_a_layer_is_what_a_number_after_it_is_a_sum_of(network):
+def test_the_fan_in_of_a_layer_is_the_number_of_terms_in_its_sums(network):
     for weight, bias, fan_in in zip(network[::2], network[1::2], FAN_INS, strict=True):
         assert weight[0].numel() == fan_in
         assert bias.shape == (len(weight),)
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["weights", "biases"])
-def test_first_weights_and_biases_are_normal_with_the_variance_of_the_paper(network, kind):
+def test_initial_weights_and_biases_are_normal_with_the_papers_variance(network, kind):
     for fan_in in set(FAN_INS):
         parts = [p.detach().flatten() for p, f in zip(network[kind::2], FAN_INS, strict=True) if f == fan_in]
         values = torch.cat(parts).double() * (fan_in + 1) ** 0.5
@@ -78,8 +78,8 @@ def test_the_seed_draws_the_weights(network):
 # ---------------------------------------------------------------- what the network sees
 
 
-def seen(images, queries):
-    """The five channels by the paper's words, a number at a time."""
+def five_channels(images, queries):
+    """The five channels as the paper describes them, one number at a time."""
     number, rows, columns = images.shape
     x = np.empty((5, rows, columns, number))
     for i in range(number):
@@ -87,7 +87,7 @@ def seen(images, queries):
         for row in range(rows):
             for column in range(columns):
                 below = row > query_row
-                right = row == query_row and column >= query_column  # the queried pixel too
+                right = row == query_row and column >= query_column  # or the queried pixel itself
                 visible = not (below or right)
                 x[:, row, column, i] = (
                     int(images[i, row, column]) / 256 if visible else 0.0,
@@ -105,14 +105,14 @@ def test_the_five_channels(rows, columns):
     queries[0], queries[-1] = 0, rows * columns - 1
     x = inputs(images, queries)
     assert x.dtype == torch.float32
-    np.testing.assert_allclose(x, seen(images, queries), atol=1e-7)
+    np.testing.assert_allclose(x, five_channels(images, queries), atol=1e-7)
 
 
 sides = st.integers(1, 6)
 
 
 @given(sides, sides, st.data())
-def test_the_queried_pixel_and_later_ones_are_not_seen_and_earlier_ones_are(rows, columns, data):
+def test_only_pixels_before_the_queried_one_are_seen(rows, columns, data):
     images, queries = batch(2, rows, columns, seed=data.draw(st.integers(0, 99)))
     query, changed = (data.draw(st.integers(0, rows * columns - 1)) for _ in range(2))
     queries[0] = query
@@ -120,7 +120,7 @@ def test_the_queried_pixel_and_later_ones_are_not_seen_and_earlier_ones_are(rows
     images.view(2, -1)[0, changed] ^= data.draw(st.integers(1, 255))
     after = inputs(images, queries)
     assert torch.equal(before, after) == (changed >= query)
-    assert torch.equal(before[..., 1], after[..., 1])  # of the other image
+    assert torch.equal(before[..., 1], after[..., 1])  # the other image
 
 
 # ---------------------------------------------------------------- the network
@@ -142,7 +142,7 @@ def test_the_fused_network_agrees_with_double_precision(network, side, number):
         close(gradient, reference)
 
 
-def test_rows_and_columns_may_differ_in_number(network):
+def test_images_need_not_be_square(network):
     x = inputs(*batch(2, 3, 6))
     close(fused_scores(network, x), scores(network, x))
 
@@ -177,7 +177,7 @@ def test_pooling_averages_real_pixels_only(rows, columns):
 
 
 def block(x, w1, b1, w2, b2, w3, b3):
-    """As `Block`, by shifting pictures about."""
+    """The same as `Block`, with the convolution as a sum of shifted images."""
     y = (torch.einsum("hc,crsl->hrsl", w1, x) + b1[:, None, None, None]).atan()
     y = torch.nn.functional.pad(y, (0, 0, 1, 1, 1, 1)).repeat_interleave(3, 0)
     rows, columns = x.shape[1:3]
@@ -217,7 +217,7 @@ def test_a_fused_block_agrees_with_double_precision(shape, size):
         close(gradient, reference, 3e-6)
 
 
-def test_the_block_of_double_precision_has_the_gradient_that_it_claims():
+def test_the_reference_block_has_a_correct_gradient():
     doubles = [p.detach().double().requires_grad_() for p in arguments(2, 2, 3, 2, 2, size=0.5)]
     assert torch.autograd.gradcheck(block, doubles)
 
@@ -236,7 +236,7 @@ def test_backward_can_be_called_again():
     assert all(map(torch.equal, kept, args))
 
 
-def test_a_gradient_of_any_layout_is_taken():
+def test_a_gradient_of_any_memory_layout_is_accepted():
     args = arguments(3, 4, 2, 5, 6)
     out = Block.apply(*args)
     direction = torch.randn(out.shape[::-1]).permute(3, 2, 1, 0)
@@ -244,14 +244,14 @@ def test_a_gradient_of_any_layout_is_taken():
     assert all(map(torch.equal, plain, torch.autograd.grad(out, args, direction)))
 
 
-def test_a_second_derivative_is_refused_and_not_wrong():
+def test_a_second_derivative_is_refused():
     args = arguments(2, 2, 2, 2, 2)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(Block.apply(*args).sum(), args, create_graph=True)
 
 
 def arctangents(x):
-    """By the compiled polynomial, written behind a margin of three."""
+    """By the compiled polynomial, written after a margin of three numbers."""
     x = np.asarray(x, np.float32)
     out = np.full(x.size + 3, -7, np.float32)
     fused._atan_row(x, 3, out)
@@ -282,7 +282,7 @@ def test_the_arctangent_of_anything(x):
     np.testing.assert_allclose(arctangents(x), np.arctan(np.asarray(x)), atol=2e-7)
 
 
-def test_a_number_that_is_none_does_not_get_lost(network):
+def test_nan_propagates(network):
     x = inputs(*batch(2, 5))
     x[0, 0, 0, 1] = float("nan")
     found = fused_scores(network, x).isnan().all(1)
@@ -326,7 +326,7 @@ def test_the_first_pixel_follows_the_softmax(network, side):
 
 
 def test_every_pixel_is_drawn_given_those_before_it(network):
-    """By a network so sure of itself that nothing is left to chance."""
+    """The network's logits are so large that nothing is left to chance."""
     sure = [p.detach() for p in network[:-2]] + [1e5 * p.detach() for p in network[-2:]]
     images = sample(sure, 2, 4, torch.Generator())
     assert len(images.unique()) > 1

@@ -15,18 +15,26 @@ from torch.nn import Parameter
 from helpers import matrix, natural, same
 from lodo import LODO
 from lodo.lab.data import using
+from lodo.lab.run import threads
 from lodo.lab.sigma import estimated_sigma, exact_sigma
 from lodo.lab.tasks import TASKS, Bowl, Rosenbrock, Task, bowl, make_task, newton_loss
 
 F64 = torch.float64
 
 
-def sixty_four(seed=0, **options):
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """As in a run."""
+    with threads(1):
+        yield
+
+
+def double_bowl(seed=0, **options):
     return Bowl(seed, dtype="float64", **options)
 
 
 def wander(task, steps):
-    """Gradient descent, and everything seen on the way."""
+    """Take some steps of gradient descent; return all losses, gradients and buffers on the way."""
     seen = []
     for _ in range(steps):
         task.draw()
@@ -50,8 +58,8 @@ def through_a_file(state):
 
 @given(n=st.integers(1, 30), condition=st.floats(1, 1e5), seed=st.integers(0, 2**32))
 @settings(max_examples=25)
-def test_the_bowls_gradient_is_autograds(n, condition, seed):
-    task = sixty_four(seed, n=n, condition=condition)
+def test_the_bowls_gradient_agrees_with_autograd(n, condition, seed):
+    task = double_bowl(seed, n=n, condition=condition)
     task.draw()
     with torch.no_grad():
         task.x.copy_(torch.randn(n, dtype=F64))
@@ -63,7 +71,7 @@ def test_the_bowls_gradient_is_autograds(n, condition, seed):
 
 
 def test_the_bowls_loss_in_numbers():
-    task = sixty_four(n=5, v=2.0)
+    task = double_bowl(n=5, v=2.0)
     task.draw()
     with torch.no_grad():
         task.x.copy_(torch.arange(5.0))
@@ -73,7 +81,7 @@ def test_the_bowls_loss_in_numbers():
 
 
 @pytest.mark.parametrize("task", [Bowl(0, n=4), Rosenbrock(0)], ids=lambda task: type(task).__name__)
-def test_a_graph_only_on_request(task):
+def test_gradients_have_a_graph_only_on_request(task):
     task.draw()
     task.evaluate()
     assert task.params[0].grad.grad_fn is None
@@ -91,17 +99,17 @@ def test_evaluating_replaces_the_gradient():
 
 
 @pytest.mark.parametrize("n", [1, 7])
-def test_the_generic_hessian_is_the_bowls(n):
-    task = sixty_four(n=n)
+def test_the_generic_hessian_of_the_bowl(n):
+    task = double_bowl(n=n)
     task.draw()
     assert torch.equal(task.hessian(), task.H)
-    with torch.no_grad():  # as an optimizer calls it
+    with torch.no_grad():  # as in an optimizer's step
         torch.testing.assert_close(Task.hessian(task), task.H, rtol=1e-13, atol=1e-15)
 
 
 @given(x=st.floats(-3, 3), y=st.floats(-3, 3))
 @settings(max_examples=20)
-def test_the_generic_hessian_is_rosenbrocks(x, y):
+def test_the_generic_hessian_of_rosenbrock(x, y):
     task = Rosenbrock(0)
     task.params[0].data.copy_(torch.tensor([x, y], dtype=F64))
     expected = torch.tensor([[0.02 + 12 * x**2 - 4 * y, -4 * x], [-4 * x, 2]], dtype=F64)
@@ -109,7 +117,7 @@ def test_the_generic_hessian_is_rosenbrocks(x, y):
 
 
 def test_the_generic_hessian_of_several_parameters():
-    """In the order of the parameters; one of them enters linearly."""
+    """The rows are in the order of the parameters; one parameter enters the loss linearly."""
 
     class Mixed(Task):
         def __init__(self, seed):
@@ -132,30 +140,36 @@ def test_the_generic_hessian_of_several_parameters():
 @given(n=st.integers(1, 40), condition=st.floats(1, 1e6), seed=st.integers(0, 2**32))
 @settings(max_examples=30)
 def test_the_bowls_spectrum(n, condition, seed):
-    task = sixty_four(seed, n=n, condition=condition)
+    task = double_bowl(seed, n=n, condition=condition)
     H = task.H.numpy()
     np.testing.assert_allclose(H, H.T, atol=1e-15)
     np.testing.assert_allclose(np.linalg.eigvalsh(H), np.geomspace(1 / condition, 1, n), rtol=1e-12, atol=1e-14)
 
 
 def test_the_bowls_directions_are_random():
-    """The mean of H over rotations is its mean curvature times the identity."""
-    mean = torch.stack([sixty_four(seed, n=3, condition=10).H for seed in range(400)]).mean(0)
-    curvature = sixty_four(n=3, condition=10).D.mean()
+    """The mean of H over rotations is the mean curvature times the identity."""
+    mean = torch.stack([double_bowl(seed, n=3, condition=10).H for seed in range(400)]).mean(0)
+    curvature = double_bowl(n=3, condition=10).D.mean()
     torch.testing.assert_close(mean, curvature * torch.eye(3, dtype=F64), rtol=0, atol=0.08)
 
 
 @given(n=st.integers(1, 50), condition=st.floats(1, 1e4), v=st.floats(0, 10))
 @settings(max_examples=20)
-def test_newtons_value(n, condition, v):
+def test_newton_loss(n, condition, v):
     expected = 0.5 * v * np.geomspace(1 / condition, 1, n).sum()
-    options = {"n": n, "condition": condition, "v": v, "dtype": "float64", "renew_at": 3}  # as a task takes them
+    options = {
+        "n": n,
+        "condition": condition,
+        "v": v,
+        "dtype": "float64",
+        "renew_at": 3,
+    }  # all options of a task are accepted
     assert math.isclose(newton_loss(**options), expected, rel_tol=1e-12)
 
 
-def test_newtons_value_is_the_papers_and_what_the_noise_costs():
+def test_newton_loss_is_the_papers_value_and_what_jumping_to_the_centre_gives():
     assert round(newton_loss(), 4) == 7.4118
-    task = sixty_four(v=2.0)
+    task = double_bowl(v=2.0)
     losses = []
     for _ in range(2000):
         task.draw()
@@ -234,16 +248,16 @@ def test_without_noise_nothing_moves():
 
 
 @pytest.mark.parametrize("options", [{"n": 5}, {"n": 5, "renew_at": 2}])
-def test_the_seed_decides(options):
+def test_the_seed_determines_everything(options):
     runs = [wander(make_task("bowl", options, seed), 4) for seed in (5, 5, 6)]
-    torch.manual_seed(99)  # torch's own generator has no say
+    torch.manual_seed(99)  # torch's global generator has no influence
     runs.append(wander(make_task("bowl", options, 5), 4))
     assert same(runs[0], runs[1])
     assert same(runs[0], runs[3])
     assert not any(same(a, b) for a, b in zip(runs[0], runs[2], strict=True))
 
 
-# ---------------------------------------------------------------- another bowl
+# ---------------------------------------------------------------- renewal and rotation
 
 
 def test_a_new_bowl_begins():
@@ -268,14 +282,14 @@ def test_a_new_bowl_begins():
     assert torch.equal(task.x.grad, task.H @ away)
     renewed = task.H.clone()
     task.x.data.add_(1.0)
-    for _ in range(5):  # once only
+    for _ in range(5):  # it is renewed only once
         task.draw()
         assert torch.equal(task.H, renewed)
         assert (task.x == 1).all()
 
 
 def test_a_new_bowl_begins_at_the_origin():
-    """The centre after it is one draw of variance v, however far it had wandered before."""
+    """The centre then has the variance v of a single draw, however far it had moved before."""
     away = []
     for seed in range(300):
         task = Bowl(seed, n=2, v=4, renew_at=20)
@@ -290,20 +304,20 @@ def test_a_new_bowl_begins_at_the_origin():
 
 @pytest.mark.parametrize("saved_at", [0, 4, 6])
 @pytest.mark.parametrize("renew_at", [None, 3, 4, 5, 8])
-@pytest.mark.parametrize("filed", [False, True])
-def test_a_bowl_goes_on_bit_for_bit(renew_at, saved_at, filed):
-    """Also before, at and after a new bowl; everything that matters is in the state, so another seed is no matter."""
+@pytest.mark.parametrize("through_file", [False, True])
+def test_a_bowl_resumes_bit_for_bit(renew_at, saved_at, through_file):
+    """Also before, at and after a renewal; the state has everything, so the seed of the other task does not matter."""
     task, other = (Bowl(seed, n=5, renew_at=renew_at) for seed in (1, 2))
     wander(task, saved_at)
-    state = through_a_file(task.state_dict()) if filed else task.state_dict()
+    state = through_a_file(task.state_dict()) if through_file else task.state_dict()
     other.load_state_dict(state)
     assert same(wander(task, 6), wander(other, 6))
     assert torch.equal(task.x, other.x)
     assert same(task.state_dict(), other.state_dict())
 
 
-def test_a_bowl_goes_back():
-    """A task that went on after its checkpoint, into another bowl, returns to it."""
+def test_a_bowl_returns_to_its_checkpoint():
+    """A task that has gone past its checkpoint, and past a renewal, can return to the checkpoint."""
     task = Bowl(1, n=5, renew_at=5)
     wander(task, 3)
     state = through_a_file(task.state_dict())
@@ -312,7 +326,7 @@ def test_a_bowl_goes_back():
     assert same(wander(task, 6), seen)
 
 
-def test_rosenbrock_goes_on_bit_for_bit():
+def test_rosenbrock_resumes_bit_for_bit():
     task, other = (Rosenbrock(seed, jitter=0.1) for seed in (1, 2))
     wander(task, 3)
     other.load_state_dict(through_a_file(task.state_dict()))
@@ -341,6 +355,8 @@ def test_a_state_of_other_parameters_is_refused():
         ("bowl", "v", math.nan),
         ("bowl", "dtype", "float16"),
         ("bowl", "dtype", torch.float64),
+        ("bowl", "rotation", -0.1),
+        ("bowl", "rotation", math.nan),
         ("bowl", "renew_at", 0),
         ("bowl", "renew_at", 1.5),
         ("rosenbrock", "jitter", -0.1),
@@ -352,6 +368,11 @@ def test_bad_options_are_named(task, name, value):
     with pytest.raises(ValueError, match=f"^{name} must be") as error:
         make_task(task, {name: value}, 0)
     assert repr(value) in str(error.value)
+
+
+def test_one_dimension_cannot_rotate():
+    with pytest.raises(ValueError, match=r"^n must be an integer >= 2, got 1"):
+        Bowl(0, n=1, rotation=0.1)
 
 
 def test_unknown_names():
@@ -384,7 +405,7 @@ def trained(steps=40, n=12, dtype="float64", **options):
 
 
 def by_hand(optimizer, H):
-    """I - G H, with the network of the oracle."""
+    """I - G H, computed with the oracle's network."""
     G, theta = matrix(optimizer), natural(optimizer, optimizer._state(0)["theta"])
     columns = [G(theta, e) for e in torch.eye(len(H), dtype=H.dtype)]
     lr = optimizer.param_groups[0]["lr"]
@@ -427,14 +448,14 @@ def test_estimated_sigma_is_within_its_error():
 @pytest.mark.parametrize("lr", [0.27, 1.5])
 def test_sigma_at_the_start(lr):
     """G = lr I, so the eigenvalues of I - G H are 1 - lr D."""
-    task = sixty_four(n=50)
+    task = double_bowl(n=50)
     optimizer = LODO(task.params, lr=lr)
     expected = math.sqrt(float((1 - lr * task.D).square().mean()))
     assert math.isclose(exact_sigma(optimizer, task.H), expected, rel_tol=1e-10)
     assert math.isclose(
         estimated_sigma(optimizer, task.H, torch.Generator().manual_seed(0), 2000), expected, rel_tol=0.02
     )
-    isotropic = 0.5 * torch.eye(50, dtype=F64)  # where every direction says the same
+    isotropic = 0.5 * torch.eye(50, dtype=F64)  # where all directions give the same value
     assert math.isclose(estimated_sigma(optimizer, isotropic, torch.Generator(), 1), abs(1 - lr / 2), rel_tol=1e-10)
 
 
