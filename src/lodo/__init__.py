@@ -1,12 +1,35 @@
 """LODO, an optimizer that learns its own preconditioner while it optimizes."""
 
-from importlib.metadata import version
+from __future__ import annotations
 
-from lodo.memory import MemoryEstimate, memory_estimate
-from lodo.optimizer import LODO
-from lodo.preconditioners import Dense, Diagonal, Mixing, Preconditioner, Residual, Scalar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = version("lodo")
+if TYPE_CHECKING:
+    from lodo.estimate import MemoryEstimate as MemoryEstimate
+    from lodo.estimate import memory_estimate as memory_estimate
+    from lodo.families import Dense as Dense
+    from lodo.families import Diagonal as Diagonal
+    from lodo.families import Mixing as Mixing
+    from lodo.families import Preconditioner as Preconditioner
+    from lodo.families import Residual as Residual
+    from lodo.families import Scalar as Scalar
+    from lodo.optimizer import LODO as LODO
+
+    __version__: str
+
+# Where each public name is. They are imported when they are asked for, so that `lodo --help` need not import torch.
+_HOMES = {
+    "LODO": "lodo.optimizer",
+    "Dense": "lodo.families",
+    "Diagonal": "lodo.families",
+    "MemoryEstimate": "lodo.estimate",
+    "Mixing": "lodo.families",
+    "Preconditioner": "lodo.families",
+    "Residual": "lodo.families",
+    "Scalar": "lodo.families",
+    "memory_estimate": "lodo.estimate",
+}
 
 __all__ = [
     "LODO",
@@ -19,3 +42,20 @@ __all__ = [
     "Scalar",
     "memory_estimate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("lodo")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "__version__"])

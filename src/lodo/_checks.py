@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
 
 def check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    """``value`` is an integer of at least ``low`` and at most ``high``.
+    """Check that ``value`` is an integer of at least ``low`` and at most ``high``.
 
     >>> check_int("depth", 0, low=1)
     Traceback (most recent call last):
@@ -23,7 +24,7 @@ def check_int(name: str, value: object, *, low: int, high: int | None = None) ->
 
 
 def check_real(name: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    """``value`` is a finite number in [low, high), or in (low, high) with ``open_low``.
+    """Check that ``value`` is a finite number in [low, high), or in (low, high) with ``open_low``.
 
     >>> check_real("beta", 1.0, low=0.0, high=1.0)
     Traceback (most recent call last):
@@ -37,20 +38,30 @@ def check_real(name: str, value: object, *, low: float, high: float = math.inf, 
 
 
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
-    """``value`` is one of ``allowed``.
+    """Check that ``value`` is one of ``allowed``; an error suggests the closest one.
 
-    >>> check_choice("nonfinite", "ignore", ["raise", "skip"])
+    >>> check_choice("nonfinite", "skpi", ["raise", "skip"])
     Traceback (most recent call last):
     ...
-    ValueError: nonfinite must be one of 'raise', 'skip', got 'ignore'
+    ValueError: nonfinite must be one of 'raise', 'skip', got 'skpi'; did you mean 'skip'?
     """
     allowed = tuple(allowed)
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint(value, allowed)}")
+
+
+def hint(value: object, allowed: Iterable[str]) -> str:
+    """The end of an error message that suggests the closest allowed text, or nothing if none is close.
+
+    >>> hint("bwol", ["bowl", "mnist"]), hint(3, ["bowl"])
+    ("; did you mean 'bowl'?", '')
+    """
+    close = difflib.get_close_matches(value.lower(), allowed, n=1) if isinstance(value, str) else []
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_bool(name: str, value: object) -> None:
-    """``value`` is True or False.
+    """Check that ``value`` is True or False.
 
     >>> check_bool("guard", "yes")
     Traceback (most recent call last):

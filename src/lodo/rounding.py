@@ -1,13 +1,14 @@
 """Stochastic rounding to bfloat16, the same on every backend and device.
 
-A number is rounded up or down at random so that it is right on average: without that, an average that changes by
-less than bfloat16 can tell (1 part in 256) would never change. The random bits are a hash of where the number is (its
-layer and its place there), of the update and of the group's seed, so that a run is reproducible in any order of work.
+A number is rounded up or down at random so that it is right on average. Without that, an average that changes by
+less than bfloat16 can resolve (1 part in 256) would never change. The random bits are a hash of the number's layer
+and its place there, of the update and of the group's seed, so a run is reproducible in any order of work.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +27,14 @@ def mix(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def update_key(seed: int, t: int) -> int:
-    """The key of update ``t``."""
-    return int(mix((seed + t) & _MASK))
+def update_key(seed: int, t: Any) -> Any:
+    """The key of update ``t``, which may be a 0-dim tensor."""
+    return mix((seed + t) & _MASK)
 
 
-def random_bits(key: int, layer: int, count: int, device: torch.device) -> Tensor:
-    """32 random bits for each of a layer's ``count`` numbers, as int64."""
-    bits: Tensor = mix((torch.arange(count, device=device) + mix((key + layer) & _MASK)) & _MASK)
+def random_bits(key: Any, layer: int, places: Tensor) -> Tensor:
+    """32 random bits for each place of a layer, as int64."""
+    bits: Tensor = mix((places + mix((key + layer) & _MASK)) & _MASK)
     return bits
 
 
@@ -47,3 +48,24 @@ def round_to(stored: Tensor, value: Tensor, bits: Tensor) -> None:
     """
     whole = value.float().view(torch.int32).long() + bits
     stored.view(torch.int16).copy_((whole >> 16).to(torch.int16))
+
+
+class Bits(NamedTuple):
+    """The random bits of one update.
+
+    Args:
+        key: the update's key.
+        places: the place of each of a layer's weights, which its bits depend on.
+    """
+
+    key: Any
+    places: Tensor
+
+    def store(self, stored: Sequence[Tensor], exact: Sequence[Tensor], layers: int) -> None:
+        """Round Adam's two moments to bfloat16, layer by layer."""
+        for i in range(layers):
+            m, v = (x.view(layers, -1)[i] for x in stored)
+            m_exact, v_exact = (x.view(layers, -1)[i] for x in exact)
+            bits = random_bits(self.key, i, self.places)
+            round_to(m, m_exact, bits & 0xFFFF)
+            round_to(v, v_exact, bits >> 16)

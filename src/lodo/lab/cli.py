@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lodo._checks import check_choice
-from lodo.lab.calls import parse_options
+from lodo.spelling import parse_options
 from lodo.lab.data import DIGITS_DIGEST, using
 from lodo.lab.executor import RunError
 from lodo.lab.experiments import CATALOG, load

@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lodo import LODO
-from lodo.lab.calls import parse_calls
+from lodo.spelling import parse_calls
 from lodo.lab.optimizers import keras
 from lodo.lab.optimizers.frozen import FrozenLODO
 from lodo.lab.optimizers.l2l_weights import make_l2l, weights_digest

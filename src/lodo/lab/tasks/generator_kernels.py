@@ -19,7 +19,7 @@ from numba import njit
 from torch import Tensor
 from torch.autograd.function import Function
 
-from lodo.kernels.cpu import CACHE
+from lodo.engines.numba.compiling import CACHE
 
 MULTIPLIER = 3  # output channels of the depthwise convolution for each input channel
 _FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}}

@@ -13,7 +13,7 @@ from typing import Any
 from optuna.distributions import FloatDistribution, IntDistribution
 
 from lodo._checks import check_choice, check_int, check_real
-from lodo.lab.calls import parse_calls
+from lodo.spelling import parse_calls
 
 KINDS = ("rate", "decay")
 _UNBOUNDED = 1e-30, 1e30  # of a search that has no bounds; Optuna wants some

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from matplotlib.figure import Figure
 
-from lodo import memory
+from lodo import estimate as memory
 from lodo.lab import data
 from lodo.lab.experiments.base import Request, Results, tail
 from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, last_tracked, learning_curves, speed

@@ -1,7 +1,8 @@
 """What is fed to the network, on CPUs.
 
-Without fused multiply-adds: which of two products of a sum is fused would be the compiler's choice, and another one in
-a kernel for many threads. That must be said: what says nothing is compiled as the function that calls it first.
+These functions are compiled without fused multiply-adds. Otherwise the compiler would choose which of two products of
+a sum to fuse, and could choose differently in a kernel for many threads. The flags have to be written out: without
+flags, njit inherits those of its first caller.
 """
 
 from __future__ import annotations
@@ -10,24 +11,25 @@ from typing import Any
 
 from numba import njit
 
-from lodo import gate as gates
+from lodo.feed import RATE
+from lodo.meta import adam_step
 
 _STRICT: dict[str, Any] = {"error_model": "numpy", "fastmath": False}
-_updated = njit(**_STRICT)(gates.updated)
+_adam_step = njit(**_STRICT)(adam_step)
 
 
 @njit(**_STRICT)
 def learn_gate(gate, scale, Gg, m, last):
-    """The gate after the last step, from G g, the momentum and the gradient it was between."""
+    """The gate after the last step, from G g and from the momentum and the gradient that it mixed."""
     slope = 0.0
     for j in range(m.size):
         slope += float(Gg[j]) * (float(m[j]) - float(last[j]))
-    return _updated(gate, scale * slope)
+    return _adam_step(gate, scale * slope, RATE)
 
 
 @njit(**_STRICT)
 def feed(u, m, g, last, beta, gated, gate):
-    """m = beta m + (1 - beta) g, and u = m or, gated, (1 - w) g + w m; ``last`` remembers g."""
+    """m = beta m + (1 - beta) g, and u = m or, if gated, (1 - w) g + w m; ``last`` remembers g."""
     real = m.dtype.type
     keep, take = real(beta), real(1 - beta)
     w, rest = real(gate[0]), real(1 - gate[0])

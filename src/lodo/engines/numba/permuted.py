@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from lodo.kernels.gating import feed, learn_gate
-from lodo.kernels.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
+from lodo.engines.numba.feeding import feed, learn_gate
+from lodo.engines.numba.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
 from lodo.meta import SCHEDULE_FREE
 
 

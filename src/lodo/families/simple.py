@@ -7,21 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lodo.preconditioners.base import Preconditioner
+from lodo.families.base import Preconditioner
+from lodo.layout import Layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scalar(Preconditioner):
-    """LODO-Global: ``G = theta I`` with one number, 1 at the start.
+    """LODO-Global: ``G = theta I`` with a single number, 1 at the start.
 
-    >>> Scalar().shape(7)
+    >>> Scalar().shape(Layout.flat(7))
     (1,)
     """
 
-    def shape(self, n: int) -> tuple[int, ...]:
+    def shape(self, layout: Layout) -> tuple[int, ...]:
         return (1,)
 
-    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+    def init(self, theta: Tensor, layout: Layout, rng: torch.Generator) -> None:
         theta.fill_(1.0)
 
     def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
@@ -31,18 +32,18 @@ class Scalar(Preconditioner):
         return g.dot(m).reshape(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagonal(Preconditioner):
     """LODO-Diagonal: ``G = diag(theta)``, ones at the start.
 
-    >>> Diagonal().shape(7)
+    >>> Diagonal().shape(Layout.flat(7))
     (7,)
     """
 
-    def shape(self, n: int) -> tuple[int, ...]:
-        return (n,)
+    def shape(self, layout: Layout) -> tuple[int, ...]:
+        return (layout.n,)
 
-    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+    def init(self, theta: Tensor, layout: Layout, rng: torch.Generator) -> None:
         theta.fill_(1.0)
 
     def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:
@@ -52,21 +53,21 @@ class Diagonal(Preconditioner):
         return g * m
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dense(Preconditioner):
     """The full matrix of the paper's Section 4.1: ``G = theta``, the identity at the start.
 
-    It is learned entry by entry and nothing keeps it symmetric. With ``meta_optimizer="sgd"``
-    and ``beta=0`` it follows the paper's Equations 5 and 6.
+    It is learned entry by entry, and nothing keeps it symmetric. With ``meta_optimizer="sgd"`` and ``beta=0`` it
+    follows the paper's Equations 5 and 6.
 
-    >>> Dense().shape(7)
+    >>> Dense().shape(Layout.flat(7))
     (7, 7)
     """
 
-    def shape(self, n: int) -> tuple[int, ...]:
-        return (n, n)
+    def shape(self, layout: Layout) -> tuple[int, ...]:
+        return (layout.n, layout.n)
 
-    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+    def init(self, theta: Tensor, layout: Layout, rng: torch.Generator) -> None:
         theta.zero_().fill_diagonal_(1.0)
 
     def apply(self, theta: Tensor, P: Tensor, v: Tensor) -> Tensor:

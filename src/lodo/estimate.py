@@ -1,23 +1,20 @@
-"""How much memory a network takes, whether that fits, and large arrays on huge pages."""
+"""How much memory a network takes, and whether that fits."""
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from lodo import meta, options
-from lodo._checks import check_bool, check_choice, check_int
-from lodo.kernels import BACKENDS
-from lodo.preconditioners import Preconditioner, select
-
-_HUGE_FROM = 1 << 22  # bytes from which an array asks for huge pages
+from lodo._checks import check_choice, check_int
+from lodo.engines import BACKENDS, engine_for
+from lodo.families import FAMILIES, Preconditioner
+from lodo.layout import Layout
+from lodo.meta import MetaOptimizer
+from lodo.recipes import as_meta_optimizer, from_recipe
+from lodo.spelling import configured
 
 
 class MemoryEstimate(NamedTuple):
@@ -45,15 +42,10 @@ class MemoryEstimate(NamedTuple):
 
 def memory_estimate(
     n: int,
-    preconditioner: str | Preconditioner = "mixing",
+    preconditioner: str | Preconditioner | None = None,
     *,
-    depth: int | None = None,
-    block_size: int = 4,
-    width: float = 2.0,
-    mixing: str | None = None,
     momentum: str | None = None,
-    meta_optimizer: str = "adam",
-    moment_dtype: torch.dtype | str | None = None,
+    meta_optimizer: str | MetaOptimizer | None = None,
     save_activations: bool | None = None,
     recipe: str = "paper",
     dtype: torch.dtype = torch.float32,
@@ -63,9 +55,8 @@ def memory_estimate(
     """The memory LODO needs for ``n`` parameters, beside the parameters and their gradients.
 
     Args:
-        n: number of parameters in the group.
-        preconditioner: as for `LODO`, as are ``depth``, ``block_size``, ``width``,
-            ``mixing``, ``momentum``, ``meta_optimizer``, ``moment_dtype``, ``save_activations``, ``recipe`` and
+        n: the number of parameters in the group.
+        preconditioner: as for `LODO`, as are ``momentum``, ``meta_optimizer``, ``save_activations``, ``recipe`` and
             ``backend``.
         dtype: theta's dtype: float64 for float64 parameters, float32 for all others.
         device: where the parameters are.
@@ -79,37 +70,62 @@ def memory_estimate(
         512
     """
     check_int("n", n, low=0)
-    check_choice("meta_optimizer", meta_optimizer, meta.META_OPTIMIZERS)
     check_choice("backend", backend, BACKENDS)
-    chosen = options.from_recipe(recipe, mixing=mixing, momentum=momentum, save_activations=save_activations)
-    half = options.moment_dtype(moment_dtype, meta_optimizer, recipe)
-    save = chosen["save_activations"]
-    check_choice("momentum", chosen["momentum"], options.MOMENTA)
-    check_bool("save_activations", save)
-    family = select(preconditioner, depth, block_size, width, chosen["mixing"])
-    fused = family.fused(backend, torch.device(device))
-    item = dtype.itemsize
-    weights = prod(family.shape(n)) if n else 0
-    moments = len(meta.make(meta_optimizer).moments)
-    activations = item * family.work_count(n, fused, save) if n else 0
-    # an engine that is not fused stores the hypergradient and, for Adam, a denominator; moments in bfloat16 are
-    # widened whole and rounded a layer at a time in 64-bit integers
-    arrays = 0 if fused else 1 + bool(moments) + (2 if half else 0)
-    temporary = arrays * item * weights + (0 if fused or not half else 32 * weights // family.layers(n).number)
-    kept = activations if fused and save else 0
-    return MemoryEstimate(
-        theta=weights * item,
-        moments=weights * (half or dtype).itemsize * moments,
-        indices=4 * family.index_count(n) if n else 0,
-        activations=kept,
-        work=activations - kept + temporary,
-        vectors=(5 if chosen["momentum"] == "learned" else 3) * item * n,
+    chosen = from_recipe(
+        recipe,
+        preconditioner=preconditioner,
+        momentum=momentum,
+        meta_optimizer=meta_optimizer,
+        save_activations=save_activations,
     )
+    family = as_family(chosen["preconditioner"])
+    layout = Layout.flat(n, dtype, device)
+    return estimate(
+        family,
+        layout,
+        as_meta_optimizer(chosen["meta_optimizer"]),
+        gated=chosen["momentum"] == "learned",
+        save_activations=chosen["save_activations"],
+        backend=backend,
+    )
+
+
+def estimate(
+    family: Preconditioner,
+    layout: Layout,
+    meta: MetaOptimizer,
+    *,
+    gated: bool,
+    save_activations: bool,
+    backend: str,
+) -> MemoryEstimate:
+    """As `memory_estimate`, from options that have been checked."""
+    if layout.n == 0:
+        return MemoryEstimate(0, 0, 0, 0, 0, 0)
+    needs = engine_for(family, layout.device, backend).footprint(family, layout, meta, save_activations)
+    item = layout.dtype.itemsize
+    return MemoryEstimate(
+        theta=needs.weights * item,
+        moments=needs.weights * (meta.stored_dtype or layout.dtype).itemsize * len(meta.moments),
+        indices=4 * needs.indices,
+        activations=item * needs.activations,
+        work=item * needs.work,
+        vectors=(5 if gated else 3) * item * layout.n,
+    )
+
+
+def as_family(given: str | Preconditioner) -> Preconditioner:
+    """The family that ``given`` is or spells.
+
+    >>> as_family("mixing(depth=8)").depth
+    8
+    """
+    return configured("preconditioner", given, Preconditioner, FAMILIES)  # type: ignore[type-abstract]
 
 
 def available(device: torch.device) -> int | None:
     """Bytes that can still be allocated on ``device``, or None if that cannot be told."""
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
@@ -124,7 +140,7 @@ def check_fits(needed: MemoryEstimate, earlier: int, device: torch.device, what:
         others = f", and {readable(earlier)} for the groups before it" if earlier else ""
         raise MemoryError(
             f"{what} needs {needed}{others}; {readable(free)} is available on {str(device)!r}. "
-            "Use recipe='robust' (two thirds of the memory), a smaller depth, width or block_size, "
+            "Use recipe='robust' (two thirds of the memory), a smaller network such as Mixing(depth=8), "
             "preconditioner='diagonal', meta_optimizer='sgd', or train fewer parameters with LODO"
         )
 
@@ -140,23 +156,6 @@ def readable(size: int) -> str:
             return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
         size /= 1000  # type: ignore[assignment]
     return f"{size:.1f} GB"
-
-
-def huge_zeros(shape: Sequence[int], dtype: torch.dtype, least: int = _HUGE_FROM) -> Tensor:
-    """Zeros on the CPU, from ``least`` bytes on page-aligned and on huge pages where the system has them.
-
-    Random gathers over a vector of millions of numbers miss the address cache on 4 kB pages. Such an array also gives
-    its memory back to the system when it is freed, which smaller ones of malloc do not.
-
-    >>> huge_zeros((2, 3), torch.float32).sum()
-    tensor(0.)
-    """
-    size = prod(shape) * dtype.itemsize
-    if size < least or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never shared with a forked process
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
 def _meminfo() -> int | None:

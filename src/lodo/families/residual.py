@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from lodo._checks import check_int, check_real
+from lodo.families.base import Preconditioner
+from lodo.layout import Layout
 from lodo.meta import Layers
-from lodo.preconditioners.base import Preconditioner
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Residual(Preconditioner):
     """Weighted permutations with residual connections, 64 layers of width 2n.
 
-    >>> Residual().shape(100)
+    >>> Residual().shape(Layout.flat(100))
     (65, 200)
     """
 
@@ -34,19 +35,20 @@ class Residual(Preconditioner):
         object.__setattr__(self, "width", float(self.width))
 
     def hidden(self, n: int) -> int:
+        """The width of the hidden layers."""
         return int(self.width * n)
 
-    def shape(self, n: int) -> tuple[int, ...]:
-        return (self.depth + 1, self.hidden(n))
+    def shape(self, layout: Layout) -> tuple[int, ...]:
+        return (self.depth + 1, self.hidden(layout.n))
 
-    def fixed(self, n: int, rng: torch.Generator) -> Tensor:
-        hidden = self.hidden(n)
+    def fixed(self, layout: Layout, rng: torch.Generator) -> Tensor:
+        hidden = self.hidden(layout.n)
         P = torch.empty(self.depth, hidden, dtype=torch.int32)
         for p in P:
             torch.randperm(hidden, generator=rng, out=p)
         return P
 
-    def init(self, theta: Tensor, n: int, rng: torch.Generator) -> None:
+    def init(self, theta: Tensor, layout: Layout, rng: torch.Generator) -> None:
         """``w_i ~ N(0, 1/N)``, D = I."""
         for w in theta[:-1]:
             w.copy_(torch.randn(w.shape, generator=rng, dtype=torch.float64) / self.depth**0.5)
@@ -70,14 +72,14 @@ class Residual(Preconditioner):
             c, d = _back(w, p, c), _back(w, p, d)
         return h
 
-    def index_count(self, n: int) -> int:
-        return self.depth * self.hidden(n)
+    def index_count(self, layout: Layout) -> int:
+        return self.depth * self.hidden(layout.n)
 
-    def layers(self, n: int) -> Layers:
-        return Layers(self.depth + 1, self.hidden(n))
+    def layers(self, layout: Layout) -> Layers:
+        return Layers(self.depth + 1, self.hidden(layout.n))
 
-    def work_count(self, n: int, fused: bool, save_activations: bool = True) -> int:
-        return (2 * self.depth + 10) * self.hidden(n)  # a and b
+    def work_count(self, layout: Layout) -> int:
+        return (2 * self.depth + 10) * self.hidden(layout.n)  # a and b
 
 
 def _up(theta: Tensor, P: Tensor, v: Tensor) -> list[Tensor]:

@@ -1,11 +1,11 @@
 """All layers of the mixing network with perfect shuffles, on CPUs: no index arrays, no gathers.
 
-A hidden vector has its ñ = k * blocks components in natural order, component c of block b at b * k + c. The
+A hidden vector has its k * blocks components in natural order, component c of block b at b * k + c. The
 shuffle deals them out in k runs: input c of block b is component c * blocks + b of the vector below. Going up,
 a tile therefore reads k contiguous runs and writes one, its outputs interleaved; going down it is the other way round.
 
 Activations are rows of an array: with N + 1 rows all are kept, with 2 they take turns. Threads share the
-chunks of a layer as in `lodo.kernels.permuted`.
+chunks of a layer as in `lodo.engines.numba.permuted`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from lodo.kernels.gating import feed, learn_gate
-from lodo.kernels.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
+from lodo.engines.numba.feeding import feed, learn_gate
+from lodo.engines.numba.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
 from lodo.meta import SCHEDULE_FREE
 
 # Rows are taken out of a tile before they are looped over: only so does LLVM see that it may use vector instructions.
@@ -82,31 +82,22 @@ def _deinterleave(a, blocks, t, Y):
 
 
 @njit(**TILE)
-def _enter(v, q, a):
-    """The hidden vector of v: v and zeros, or v's entries at the places q and zeros elsewhere."""
-    if q.size:
-        a[:] = 0
-        for j in range(v.size):
-            a[q[j]] = v[j]
-    else:
-        a[: v.size] = v
-        a[v.size :] = 0
+def _enter(v, a):
+    """The hidden vector of v: v and then zeros."""
+    a[: v.size] = v
+    a[v.size :] = 0
 
 
 @njit(**TILE)
-def _leave(a, q, v):
-    if q.size:
-        for j in range(v.size):
-            v[j] = a[q[j]]
-    else:
-        v[:] = a[: v.size]
+def _leave(a, v):
+    v[:] = a[: v.size]
 
 
 @njit(inline="always")
-def _up(theta, q, v, a, E, chunks):
+def _up(theta, v, a, E, chunks):
     """a[i] = a_i for every layer, from a_0 = v."""
     rows, blocks = a.shape[0], a.shape[1] // E.shape[2]
-    _enter(v, q, a[0])
+    _enter(v, a[0])
     for i in range(theta.shape[0]):
         source, target = a[i % rows], a[(i + 1) % rows]
         for j in prange(chunks.size - 1):
@@ -117,10 +108,10 @@ def _up(theta, q, v, a, E, chunks):
 
 
 @njit(inline="always")
-def _up_and_down(theta, q, v, a, c, E, chunks, out):
+def _up_and_down(theta, v, a, c, E, chunks, out):
     """out = G v, with a as in `_up` and c[i] = c_i; both may be one array."""
     N, rows, blocks = theta.shape[0], c.shape[0], c.shape[1] // E.shape[2]
-    _up(theta, q, v, a, E, chunks)
+    _up(theta, v, a, E, chunks)
     c[N % rows] = a[N % a.shape[0]]
     for i in range(N - 1, -1, -1):
         source, target = c[(i + 1) % rows], c[i % rows]
@@ -129,11 +120,11 @@ def _up_and_down(theta, q, v, a, c, E, chunks, out):
                 _deinterleave(source, blocks, t, E[j, 0])
                 times_transposed(theta[i, t], E[j, 0], E[j, 1])
                 _write_runs(E[j, 1], blocks, t, target)
-    _leave(c[0], q, out)
+    _leave(c[0], out)
 
 
 @njit(inline="always")
-def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights, watched):
+def _learn(theta, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights, watched):
     """Go up with g, then down from d_N = Gt g, updating each layer's theta on the way.
 
     Unless they were kept, go up with u for a too, and down from c_N = Gt u at the same time.
@@ -143,9 +134,9 @@ def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind,
     squares = 0.0
     N, rows, blocks = theta.shape[0], c.shape[0], c.shape[1] // E.shape[2]
     if not kept:
-        _up(theta, q, u, a, E, chunks)
+        _up(theta, u, a, E, chunks)
         c[N % rows] = a[N]
-    _up(theta, q, g, b, E, chunks)
+    _up(theta, g, b, E, chunks)
     d[N % 2] = b[N]
     for i in range(N - 1, -1, -1):
         d_i, d_target = d[(i + 1) % 2], d[i % 2]
@@ -184,31 +175,31 @@ def _learn(theta, q, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind,
     return squares
 
 
-def apply(theta, q, v, work, out):
-    """out = G v, leaving a and c as they are."""
+def apply(theta, P, v, work, out):
+    """out = G v, leaving a and c as they are; P is empty."""
     _, b, _, _, E, _, chunks = work
-    _up_and_down(theta, q, v, b, b, E, chunks, out)
+    _up_and_down(theta, v, b, b, E, chunks, out)
 
 
 def advance(
-    theta, q, vectors, beta, work, kept, learning, scale, kind, M, V, numbers, key, weights, watched, gated, gate
+    theta, P, vectors, beta, work, kept, learning, scale, kind, M, V, numbers, key, weights, watched, gated, gate
 ):  # fmt: skip
-    """As `lodo.kernels.permuted.advance`."""
+    """As `lodo.engines.numba.permuted.advance`."""
     squares = 0.0
     a, b, c, d, E, Q, chunks = work
     u, m, g, last, led_to, out = vectors
     if learning:
         down_to = -1 if gated else 0
         squares = _learn(
-            theta, q, u, led_to, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights,
+            theta, u, led_to, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights,
             watched,
         )  # fmt: skip
         if gated:
-            _leave(d[0], q, out)  # G g, for a moment
+            _leave(d[0], out)  # G g, for a moment
             gate = learn_gate(gate, scale, out, m, last)
     feed(u, m, g, last, beta, gated, gate)
     if kept:
-        _up_and_down(theta, q, u, a, c, E, chunks, out)
+        _up_and_down(theta, u, a, c, E, chunks, out)
     else:
-        _up_and_down(theta, q, u, c, d, E, chunks, out)
+        _up_and_down(theta, u, c, d, E, chunks, out)
     return gate, abs(scale) * np.sqrt(squares)

@@ -1,0 +1,322 @@
+"""States as they are saved: theta in natural order, tensors and numbers only, checked before anything is loaded.
+
+A group's state sits under its first parameter that is not frozen. What is kept in memory and what is saved differ:
+an engine packs theta as it likes, and small tuples become tensors, because torch's tools know nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, StateDict
+
+from lodo import distributed
+from lodo.engines.numba import storage
+from lodo.estimate import as_family
+from lodo.families import Mixing
+from lodo.group import Group, Network, Options, State, lasting_tensors
+from lodo.grouped import Grouped
+from lodo.guard import Guard
+from lodo.layout import Layout
+from lodo.meta import Learned, MetaOptimizer
+from lodo.recipes import as_meta_optimizer
+from lodo.scalars import plain
+
+FORMAT = 2  # of a group's state; 0.1.0 has none
+_ARCHITECTURE = ("preconditioner", "meta_optimizer", "momentum")  # what a loaded state must agree with
+_COUNTS = ("step", "meta_step", "skipped")
+_REALS = ("last_lr", "momentum_bound", "fed_bound")
+
+
+class Load(NamedTuple):
+    """What a group takes from a loaded state."""
+
+    network: Network | None  # None on a rank that holds nothing of the group
+    holder: int  # the parameter that its state sits under
+    state: State | None  # None if nothing was learned yet
+
+
+# ---------------------------------------------------------------- saving
+
+
+def as_saved(group: Group, network: Network, options: Options, state: State) -> State:
+    """A group's state as it is written to a file."""
+    engine = network.engine
+    moments = as_meta_optimizer(options["meta_optimizer"]).moments
+    packed = {"theta", *moments}
+    plainly: State = {"format": FORMAT, "fingerprint": network.fingerprint}
+    plainly |= {name: plain(state[name]) for name in (*_COUNTS, *_REALS)}
+    plainly["guard"] = _tensor(state["guard"])
+    plainly["moved"] = torch.as_tensor(state["moved"]).cpu()
+    plainly["numels"] = torch.tensor(group.layout.numels)
+    if "gate" in state:
+        plainly["gate"] = _tensor(state["gate"])
+    for name, value in state.items():
+        if isinstance(value, Tensor) and name not in plainly:
+            plainly[name] = engine.unpack(value) if name in packed else value
+    return distributed.wrap(plainly, group.layout.shard)
+
+
+def _tensor(numbers: Sequence[Any]) -> Tensor:
+    return torch.tensor([plain(number) for number in numbers], dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def restored(network: Network, meta: MetaOptimizer, loaded: State) -> State:
+    """A copy of a saved state in the network's dtypes, layout and device."""
+    engine = network.engine
+    layout = engine.layout
+    state: State = {name: network.number(int(loaded[name])) for name in _COUNTS}
+    state |= {name: network.number(float(loaded[name])) for name in _REALS}
+    state["guard"] = Guard(*(network.number(x) for x in loaded["guard"].tolist()))
+    state["moved"] = loaded["moved"].tolist()
+    if "gate" in loaded:
+        value, first, second, t = loaded["gate"].tolist()
+        count = int(t) if engine.on_host else t
+        state["gate"] = Learned(*map(network.number, (value, first, second, count)))
+    with lasting_tensors():
+        for name in ("theta", *meta.moments):
+            dtype = (meta.stored_dtype if name in meta.moments else None) or layout.dtype
+            state[name] = engine.pack(loaded[name].to(dtype))
+        for name in ("momentum", "last_gradient", "last_step"):
+            if name in loaded:
+                state[name] = torch.zeros_like(network.g.vector).copy_(loaded[name])
+    return state
+
+
+def loads(groups: Sequence[Group], ours: Sequence[Options], given: dict[str, Any], on_reshard: str) -> list[Load]:
+    """What each group takes from a state dict that `modern` has been through, or an error that says what differs."""
+    theirs = given["param_groups"]
+    if len(theirs) != len(groups):
+        raise ValueError(f"the state has {len(theirs)} parameter groups, this optimizer {len(groups)}")
+    found = []
+    for group, own, other in zip(groups, ours, theirs, strict=True):
+        if len(other["params"]) != len(own["params"]):
+            raise ValueError(
+                f"group {group.index} of the state has {len(other['params'])} parameters, ours {len(own['params'])}"
+            )
+        for key in _ARCHITECTURE:
+            if other.get(key) != own[key]:
+                raise ValueError(
+                    f"group {group.index} of the state has {key} = {other.get(key)!r}, ours is {own[key]!r}"
+                )
+        found.append(_load(group, other, given["state"], on_reshard))
+    return found
+
+
+def _load(group: Group, options: Options, states: dict[Any, State], on_reshard: str) -> Load:
+    holder, state = _own_state(group, options["params"], states, on_reshard)
+    if not group.n:
+        return Load(None, holder, state)
+    network = group.drawn(options["seed"])
+    if state:
+        _check_state(group, network, options, state)
+    return Load(network, holder, state)
+
+
+def _own_state(
+    group: Group, keys: Sequence[Any], states: dict[Any, State], on_reshard: str
+) -> tuple[int, State | None]:
+    """Under which parameter a group's state was saved, and this rank's part of it; None if there is nothing."""
+    shard = group.layout.shard
+    filled = [j for j, key in enumerate(keys) if states.get(key)]
+    if not filled:
+        if group.n and any(key in states for key in keys):
+            raise ValueError(
+                f"group {group.index} of the state has entries for its parameters, but nothing that was learned: it "
+                "was lost on the way. Torch's distributed checkpoints drop the state of a frozen parameter"
+            )
+        return group.holder, None
+    under = states[keys[filled[0]]]
+    state = distributed.unwrap(under, shard)
+    if state is not None:
+        return filled[0], state
+    count = under.get("shards", 1)
+    problem = f"group {group.index} of the state was learned in {count} shards, and this rank holds {shard.label}"
+    if on_reshard == "raise":
+        raise ValueError(
+            f"{problem}: G cannot be divided anew. Load it on {count} ranks, or pass on_reshard='restart' to "
+            "start with a fresh G"
+        )
+    warnings.warn(f"{problem}: G starts afresh (on_reshard='restart')", stacklevel=7)
+    return group.holder, None
+
+
+def _check_state(group: Group, network: Network, options: Options, state: State) -> None:
+    """Raise an error unless a saved state belongs to this network."""
+    layout, meta = group.layout, as_meta_optimizer(options["meta_optimizer"])
+    where = f"group {group.index} of the state"
+    missing = [name for name in (*_COUNTS, *_REALS, "guard", "moved", "numels", "fingerprint") if name not in state]
+    if missing:
+        raise ValueError(f"{where} has no {', '.join(missing)}: it was not saved by LODO, or is damaged")
+    vectors = ["momentum"]
+    if options["momentum"] == "learned":
+        vectors.append("last_gradient")
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(vectors, (layout.n,))
+    shapes |= {name: group.family.shape(layout) for name in ("theta", *meta.moments)}
+    for name, expected in shapes.items():
+        found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
+        if found != expected:
+            raise ValueError(
+                f"{where} has {name} of shape {found}, but n = {layout.n:,} and {group.family} need {expected}"
+            )
+    numels = state["numels"].tolist()
+    if numels != list(layout.numels):
+        raise ValueError(f"{where} has parameters of {numels} elements, ours have {list(layout.numels)}")
+    if state["fingerprint"] != network.fingerprint:
+        raise ValueError(
+            f"{where} was learned with other permutations than its seed gives here "
+            "(another release of torch may draw them differently)"
+        )
+
+
+# ---------------------------------------------------------------- states of 0.1.0
+
+
+def modern(groups: Sequence[Group], given: dict[str, Any]) -> dict[str, Any]:
+    """A state dict in today's form; one saved by 0.1.0 is converted."""
+    options = given.get("param_groups", [])
+    if not any("meta_betas" in theirs for theirs in options):
+        return given
+    states = dict(given["state"])
+    converted = []
+    for group, theirs in zip(groups, options, strict=False):
+        new = _modern_options(group, theirs)
+        converted.append(new)
+        for key in theirs["params"]:
+            if states.get(key):
+                states[key] = _modern_state(group, new, states[key])
+    return {**given, "param_groups": [*converted, *options[len(converted) :]], "state": states}
+
+
+def _modern_options(group: Group, theirs: Options) -> Options:
+    kept = {name: value for name, value in theirs.items() if not name.startswith("meta_") and name != "moment_dtype"}
+    betas, dtype = theirs["meta_betas"], theirs["moment_dtype"]
+    spelled = {
+        "adam": f"adam(betas={tuple(betas)}, eps={theirs['meta_eps']}, moment_dtype={'bfloat16' if dtype else None!r})",
+        "sgd": "sgd",
+        "schedule-free": f"schedule-free(b={betas[0]}, window={theirs['meta_window']})",
+    }[theirs["meta_optimizer"]]
+    family = theirs["preconditioner"]
+    if "permuted-shuffle" in family:
+        raise ValueError(
+            f"group {group.index} of the state was saved by lodo 0.1.0 with mixing='permuted-shuffle', which no longer "
+            "exists, so it cannot be loaded; lodo 0.1.0 can still continue the run"
+        )
+    if family.split("(")[0] in ("Mixing", "Residual", "Diagonal", "Scalar", "Dense"):
+        family = repr(as_family(family))
+    meta = repr(as_meta_optimizer(spelled))
+    return {**kept, "preconditioner": family, "meta_lr": theirs["meta_lr"], "meta_optimizer": meta}
+
+
+def _modern_state(group: Group, options: Options, old: State) -> State:
+    """A group's state, or a shard's, with theta in natural order and tensors instead of lists."""
+    if "shards" in old:
+        return {name: _modern_state(group, options, x) if isinstance(x, dict) else x for name, x in old.items()}
+    new = dict(old)
+    moments = as_meta_optimizer(options["meta_optimizer"]).moments
+    layout = Layout.flat(sum(old["numels"]), shard=group.layout.shard)
+    if isinstance(group.family, Mixing):
+        new |= {name: storage.unpack(old[name], group.family.shape(layout)[1]) for name in ("theta", *moments)}
+        new["fingerprint"] = _modern_fingerprint(group, options["seed"], old["fingerprint"])
+    new |= {name: torch.tensor(old[name], dtype=torch.float64) for name in ("guard", "gate") if name in old}
+    new |= {"moved": torch.tensor(old["moved"]), "numels": torch.tensor(old["numels"]), "format": FORMAT}
+    return new
+
+
+def _modern_fingerprint(group: Group, seed: int, old: int) -> int:
+    """The checksum of the permutations in natural order, if the one of 0.1.0's tiles is right; else the wrong one."""
+    if not isinstance(group.family, Mixing) or group.family.mixing != "random" or not group.n:
+        return old
+    network = group.drawn(seed)
+    P = network.draw_permutations(group.family, group.layout)
+    tiles = storage.pack_permutations(P, group.family, group.layout)
+    return network.fingerprint if zlib.crc32(tiles.numpy().data) == old else old
+
+
+# ---------------------------------------------------------------- the optimizer's half
+
+
+class Resumable(Grouped):
+    """The half of LODO that saves and loads."""
+
+    on_reshard: str
+    _refused: Tensor | None
+
+    def state_dict(self) -> StateDict:
+        """The state as torch has it, with theta in natural order whatever the engine."""
+        packed = super().state_dict()
+        self._pairs()  # all groups must be known
+        for group, options, saved in zip(self._groups, self.param_groups, packed["param_groups"], strict=True):
+            key = saved["params"][group.holder] if saved["params"] else None
+            if packed["state"].get(key):
+                state = self._state(group.index)
+                packed["state"][key] = as_saved(group, group.ready(options), options, state)
+        return packed
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state, also one that 0.1.0 saved; refuse one that does not fit before anything changes.
+
+        Torch casts a state to its parameter's dtype, which would ruin theta in a bfloat16 model, and shares its tensors
+        with ``state_dict``. Here tensors are copied in the network's own dtype.
+        """
+        found: list[Load] = []
+
+        def check(_: Optimizer, given: StateDict) -> StateDict:
+            converted = modern(self._groups, given)
+            found.extend(loads(self._groups, self.param_groups, converted, self.on_reshard))
+            return converted
+
+        def restore(_: Optimizer) -> None:
+            for group, options, load in zip(self._groups, self.param_groups, found, strict=True):
+                self._restore(group, options, load)
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _restore(self, group: Group, options: Options, load: Load) -> None:
+        """Replace what torch has cast by copies in the network's own dtype."""
+        group.network, group.holder = load.network, load.holder
+        known = [p for p in options["params"] if p in self.state]
+        for p in known:
+            self.state.pop(p)
+        if load.state is not None:
+            self.state.update({p: {} for p in known})
+        if load.network and load.state:
+            meta = as_meta_optimizer(options["meta_optimizer"])
+            self.state[options["params"][group.holder]] = restored(load.network, meta, load.state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = (
+            "backend", "nonfinite", "check_sync_every", "on_reshard", "save_activations",
+            "_recipe", "_default_family", "_steps_since_sync",
+        )  # fmt: skip
+        families = [group.family for group in self._groups]
+        holders = [group.holder for group in self._groups]
+        own = {name: getattr(self, name) for name in kept} | {"_families": families, "_holders": holders}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        families, holders = state.pop("_families"), state.pop("_holders")
+        super().__setstate__(state)
+        self._refused = None
+        self._groups = []
+        for i, (options, family, holder) in enumerate(zip(self.param_groups, families, holders, strict=True)):
+            group = Group(i, options, family, self.backend, self.save_activations)
+            group.holder = holder
+            self._groups.append(group)
+        self._find_meshes()

@@ -1,0 +1,102 @@
+"""Kernels compiled by Numba at their first use, and kept on disk for other processes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numba
+import torch
+from filelock import FileLock, Timeout
+from numba import njit
+
+from lodo._notice import notice
+from lodo.engines.numba.tiles import TILE
+
+MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when Numba loads
+_WAIT = 120.0  # seconds for another process that compiles the same kernel
+
+_log = logging.getLogger("lodo")
+
+
+def _can_cache() -> bool:
+    """Whether there is a place on disk for compiled kernels."""
+    try:
+        njit(cache=True)(lambda: None)
+    except RuntimeError:
+        _log.warning("lodo: no writable folder for compiled kernels (set NUMBA_CACHE_DIR): compiling in every process")
+        return False
+    return True
+
+
+CACHE = _can_cache()
+
+
+def version_of(modules: Sequence[ModuleType]) -> str:
+    """A hash of the modules' source code."""
+    sources = [Path(str(module.__file__)).read_bytes() for module in modules]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:8]
+
+
+class Kernel:
+    """A pass over the network, compiled twice, each time at its first use: for one thread and for many.
+
+    Numba's disk cache neither tells the two apart nor notices that a function which they call has changed. So each has
+    a name of its own, which contains a version made of all the sources.
+    """
+
+    def __init__(self, function: Callable[..., Any], version: str) -> None:
+        assert isinstance(function, FunctionType)
+        self.name, self._version = function.__name__, version
+        self.serial = self._compile(function, parallel=False)
+        self._parallel = self._compile(function, parallel=True)
+
+    def _compile(self, function: FunctionType, parallel: bool) -> Callable[..., Any]:
+        name = f"{function.__name__}_{'parallel' if parallel else 'serial'}_{self._version}"
+        twin = FunctionType(function.__code__, function.__globals__, name)
+        twin.__qualname__, twin.__module__ = name, function.__module__
+        compiled: Callable[..., Any] = njit(parallel=parallel, cache=CACHE, **TILE)(twin)
+        return compiled
+
+    def parallel(self, *arguments: object) -> Any:
+        """Run on as many threads as torch uses, leaving Numba's own setting as it was."""
+        threads = min(torch.get_num_threads(), MAX_THREADS)
+        if threads == 1:
+            return self.serial(*arguments)
+        before = numba.get_num_threads()
+        numba.set_num_threads(threads)
+        try:
+            return self._parallel(*arguments)
+        finally:
+            numba.set_num_threads(before)
+
+    def first(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, which may have to compile, and says so if that takes over two seconds."""
+
+        def run(*arguments: object) -> Any:
+            words = "lodo: compiling %s for this machine (once; the result is kept on disk) ..."
+            with notice(words, self.name), self._alone(arguments):
+                return call(*arguments)
+
+        return run
+
+    @contextmanager
+    def _alone(self, arguments: tuple[object, ...]) -> Iterator[None]:
+        """Let one process at a time compile for these types, so that the others find the result on disk."""
+        if not CACHE:
+            yield
+            return
+        types = hashlib.sha256(repr([numba.typeof(x) for x in arguments]).encode()).hexdigest()[:16]  # type: ignore[no-untyped-call]
+        folder = Path(self.serial.stats.cache_path)  # type: ignore[attr-defined]  # Numba's dispatcher
+        lock = FileLock(folder / f"{self.name}_{types}_{self._version}.lock")
+        with suppress(OSError, Timeout):
+            lock.acquire(timeout=_WAIT)
+        try:
+            yield
+        finally:
+            lock.release()

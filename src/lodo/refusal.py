@@ -1,0 +1,88 @@
+"""Gradients that cannot be learned from: one decision for all groups and ranks, and what is said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lodo import distributed
+from lodo.algorithm import Reading
+from lodo.group import Options, name_of
+from lodo.scalars import Flag, plain
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SKIP = "Pass nonfinite='skip' to skip such steps instead"
+
+
+def agreed(usable: Sequence[Flag], meshes: Sequence[DeviceMesh]) -> tuple[Flag, int]:
+    """Whether all gradients can be used, on every rank of the meshes, and a rank that has one which cannot.
+
+    The answer is a Python bool if all groups are on the CPU, else a 0-dim tensor, so that nobody waits for a device.
+
+    >>> agreed([True, False], [])
+    (False, 0)
+    """
+    tensors = [flag for flag in usable if isinstance(flag, Tensor)]
+    here = all(flag for flag in usable if not isinstance(flag, Tensor))
+    if not here or not tensors:
+        if not meshes:
+            return here, 0
+        rank = distributed.complaining_rank(not here, meshes)
+        return rank is None, rank or 0
+    first, *others = tensors
+    everywhere = first
+    for flag in others:
+        everywhere = everywhere & flag.to(first.device)
+    return distributed.nobody_complains(everywhere, meshes), 0
+
+
+def refuse(nonfinite: str, readings: Sequence[Reading], rank: int) -> None:
+    """Raise, or count the step as skipped, because of a gradient here or on another rank."""
+    refused = [reading for reading in readings if reading.usable is False]
+    if nonfinite == "skip":
+        noted = [*refused, *readings][:1]  # empty on a rank that holds no parameters
+        for reading in noted:
+            reading.state["skipped"] += 1
+        return
+    if not refused:
+        raise FloatingPointError(
+            f"a gradient on rank {rank} is not finite or too large; nothing was changed on any rank. {SKIP}"
+        )
+    raise FloatingPointError(f"{_problem(refused[0])}; nothing was changed. {SKIP}")
+
+
+def _problem(reading: Reading) -> str:
+    """What is wrong with a gradient."""
+    options, state, network = reading.options, reading.state, reading.network
+    index = network.index
+    for j, view in enumerate(network.g.views):
+        if not bool(torch.isfinite(view).all()):
+            return f"the gradient of {name_of(options, index, j)} is not finite"
+    step = plain(state["last_lr"] * state["fed_bound"])
+    return (
+        f"the gradient of group {index} is too large for {network.g.vector.dtype}: "
+        f"its norm is {plain(reading.norm):.3g}, after a step with lr * |u| of at most {step:.3g}"
+    )
+
+
+def look_back(refused: Tensor, nonfinite: str) -> None:
+    """Raise if a device refused the step before this one; the device has had a whole step to finish it."""
+    if nonfinite == "raise" and bool(refused):
+        raise FloatingPointError(
+            f"a gradient of the last step was not finite or too large; the step changed nothing. {SKIP}"
+        )
+
+
+def check_dense(options: Options, index: int) -> None:
+    """Raise an error that names the parameter if a gradient is sparse."""
+    for j, p in enumerate(options["params"]):
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"LODO does not support sparse gradients, but {name_of(options, index, j)} has one "
+                f"(layout {p.grad.layout}); use a dense gradient, such as sparse=False in nn.Embedding"
+            )
