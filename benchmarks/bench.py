@@ -1,19 +1,20 @@
-"""How fast and how large is a step? Ratios measured side by side in one run.
+"""How long does a step take, and how much memory? Ratios measured side by side in one run.
 
     make bench                                     all sizes, about six minutes on two cores
     python benchmarks/bench.py --quick             the two smaller sizes, fewer repeats
     python benchmarks/bench.py --sizes 5000
 
 LODO, LODO with shuffle mixing and with the robust recipe, a plain autograd LODO (the tests' oracle), torch.optim.Adam
-and the memory bandwidth take turns; the medians are compared.
-The roofline is what a fused step has to read and write (9 passes over theta, 15 over the hidden vectors, 11 without
-indices; docs/algorithm.md counts them) over the bandwidth of `a = b + s c` measured in the same run.
+and a test of the memory bandwidth take turns, and their medians are compared.
+The roofline is the time it takes to read and write what a fused step has to (9 passes over theta and 15 over the
+hidden vectors, or 11 without indices; docs/algorithm.md counts them) at the bandwidth of `a = b + s c`, which is
+measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import platform
 import subprocess
@@ -33,14 +34,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import oracle
 from lodo import LODO, Mixing
 from lodo.memory import huge_zeros
+from measuring import seconds_per_call, with_target, write
 
 SIZES = (100, 94_696, 1_000_000)
-TARGETS: dict[tuple[str, int], float] = {  # at least for "autograd", at most for the others
+TARGETS: dict[tuple[str, int], float] = {  # a lower bound for "autograd", upper bounds for the others
     ("autograd", 100): 60,
     ("autograd", 94_696): 6,
     ("autograd", 1_000_000): 4,
@@ -59,11 +62,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shuffle": {"mixing": "shuffle"},
     "robust": {"recipe": "robust"},
 }
-TRIAD = 24_000_000  # numbers in each of its three arrays
+TRIAD = 24_000_000  # numbers in each of the three arrays of the bandwidth test
+SMALL = 10_000  # below this size a step is too short to be timed alone, and its memory too little to be measured
 
 
 def plain_autograd(n: int) -> oracle.AutogradLODO:
-    """What one would write first: differentiate the loss through the last step."""
+    """The straightforward implementation: differentiate the loss through the last step."""
     family, rng = Mixing(), torch.Generator().manual_seed(0)
     G = oracle.mixing(list(family.permutations(family.fixed(n, rng), n)))
     theta = torch.empty(family.shape(n))
@@ -83,17 +87,9 @@ def roofline_bytes(n: int, mixing: str = "random") -> int:
     return 4 * family.depth * hidden * (9 * family.block_size + (15 if mixing == "random" else 11))
 
 
-def timed(call: Callable[[], object], times: int) -> float:
-    """Seconds a call."""
-    start = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - start) / times
-
-
 @contextmanager
 def kernel_clock(lodo: LODO) -> Iterator[list[float]]:
-    """Collects the seconds that ``lodo`` spends inside its compiled kernels."""
+    """Collect the seconds that ``lodo`` spends in each call of its compiled kernels."""
     spent: list[float] = []
     ready = lodo._network(0).engine._work._ready  # type: ignore[attr-defined]  # it is a FusedMixing
     before = dict(ready)
@@ -115,49 +111,67 @@ def kernel_clock(lodo: LODO) -> Iterator[list[float]]:
 
 
 def measure(n: int, repeats: int) -> dict[str, float]:
-    """Medians of interleaved repeats, in seconds, and what follows from them."""
-    rng = torch.Generator().manual_seed(0)
-    g = torch.randn(n, generator=rng)
+    """The ratios for n parameters, and some of the times they are made of."""
+    g = torch.randn(n, generator=torch.Generator().manual_seed(0))
     lodos = {name: LODO([with_gradient(g)], lr=1e-3, **options) for name, options in VARIANTS.items()}
-    lodo, adam, plain = lodos["lodo"], torch.optim.Adam([with_gradient(g)]), plain_autograd(n)
-    a, b, c = (huge_zeros((TRIAD,), torch.float32).fill_(1.0).numpy() for _ in range(3))  # written: real pages
-    small = n < 10_000
-    turns: dict[str, tuple[Callable[[], object], int]] = {
-        **{name: (made.step, 50 if small else 1) for name, made in lodos.items()},
+    seconds = interleaved(contenders(lodos, g), repeats, f"n = {n:,}")
+    bandwidth = 12 * TRIAD / seconds["triad"]
+    peak, _ = measure_memory(n, "lodo")
+    robust_peak, resting = measure_memory(n, "robust")
+    outside = outside_kernels(lodos["lodo"], 2000 if n < SMALL else repeats)
+    return {
+        "autograd_over_lodo": seconds["autograd"] / seconds["lodo"],
+        "lodo_over_roofline": seconds["lodo"] / (roofline_bytes(n) / bandwidth),
+        "lodo_over_adam": seconds["lodo"] / seconds["adam"],
+        "outside_kernels_us": 1e6 * outside,
+        "bytes_per_parameter": peak,
+        "shuffle_over_lodo": seconds["shuffle"] / seconds["lodo"],
+        "shuffle_over_roofline": seconds["shuffle"] / (roofline_bytes(n, "shuffle") / bandwidth),
+        "robust_over_lodo": seconds["robust"] / seconds["lodo"],
+        "robust_bytes_per_parameter": robust_peak,
+        "robust_resting_bytes_per_parameter": resting,
+        "lodo_ms": 1e3 * seconds["lodo"],
+        "bandwidth_gb": bandwidth / 1e9,
+    }
+
+
+Contenders = dict[str, tuple[Callable[[], object], int]]  # what is timed, and how often in a row
+
+
+def contenders(lodos: dict[str, LODO], g: torch.Tensor) -> Contenders:
+    """A step of each optimizer with the gradient g, and the bandwidth test."""
+    n, small = len(g), len(g) < SMALL
+    adam, plain = torch.optim.Adam([with_gradient(g)]), plain_autograd(n)
+    a, b, c = (huge_zeros((TRIAD,), torch.float32).fill_(1.0).numpy() for _ in range(3))  # filled: pages are real
+    return {
+        **{name: (lodo.step, 50 if small else 1) for name, lodo in lodos.items()},
         "autograd": (lambda: plain.step(lambda x: g @ x), 3 if small else 1),
         "adam": (adam.step, 50 if small else 1),
         "triad": (lambda: _triad(a, b, c, np.float32(1.1)), 1),
     }
-    for call, _ in turns.values():
-        for _ in range(3):
+
+
+def interleaved(calls: Contenders, repeats: int, title: str) -> dict[str, float]:
+    """The median time of each, in seconds; they take turns, so that a disturbance hits all of them."""
+    for call, _ in calls.values():
+        for _ in range(3):  # warm up
             call()
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in track(range(repeats), f"n = {n:,}"):
-        for name, (call, times) in turns.items():
-            seconds[name].append(timed(call, times))
-    result = {name: median(values) for name, values in seconds.items()}
-    bandwidth = 12 * TRIAD / result["triad"]
-    peak, _ = measure_memory(n, "lodo")
-    robust_peak, resting = measure_memory(n, "robust")
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in track(range(repeats), title):
+        for name, (call, times) in calls.items():
+            seconds[name].append(seconds_per_call(call, times))
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def outside_kernels(lodo: LODO, steps: int) -> float:
+    """The median time of a step without its compiled kernels, in seconds."""
+    outside = []
     with kernel_clock(lodo) as spent:
-        outside = []
-        for _ in range(2000 if small else repeats):
+        for _ in range(steps):
             spent.clear()
-            outside.append(timed(lodo.step, 1) - sum(spent))
-    return {
-        "autograd_over_lodo": result["autograd"] / result["lodo"],
-        "lodo_over_roofline": result["lodo"] / (roofline_bytes(n) / bandwidth),
-        "lodo_over_adam": result["lodo"] / result["adam"],
-        "outside_kernels_us": 1e6 * median(outside),
-        "bytes_per_parameter": peak,
-        "shuffle_over_lodo": result["shuffle"] / result["lodo"],
-        "shuffle_over_roofline": result["shuffle"] / (roofline_bytes(n, "shuffle") / bandwidth),
-        "robust_over_lodo": result["robust"] / result["lodo"],
-        "robust_bytes_per_parameter": robust_peak,
-        "robust_resting_bytes_per_parameter": resting,
-        "lodo_ms": 1e3 * result["lodo"],
-        "bandwidth_gb": bandwidth / 1e9,
-    }
+            whole = seconds_per_call(lodo.step)
+            outside.append(whole - sum(spent))
+    return median(outside)
 
 
 def with_gradient(g: torch.Tensor) -> torch.nn.Parameter:
@@ -167,8 +181,8 @@ def with_gradient(g: torch.Tensor) -> torch.nn.Parameter:
 
 
 def measure_memory(n: int, variant: str) -> tuple[float, float]:
-    """Peak memory of construction and three steps, and what stays then: bytes a parameter, in a process of its own."""
-    if not Path("/proc/self/clear_refs").exists() or n < 10_000:
+    """Bytes per parameter at the peak of construction and three steps, and after them; measured in a fresh process."""
+    if not Path("/proc/self/clear_refs").exists() or n < SMALL:
         return float("nan"), float("nan")
     command = [sys.executable, __file__, "--memory", str(n), "--variant", variant]
     peak, resting = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
@@ -176,37 +190,42 @@ def measure_memory(n: int, variant: str) -> tuple[float, float]:
 
 
 def print_memory(n: int, variant: str) -> None:
-    def rss(key: str) -> int:
-        status = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+    """In the fresh process: print the two figures of `measure_memory`."""
+    extra_memory(SMALL, variant)  # loads Numba, its compiled kernels and its threads
+    peak, resting = extra_memory(n, variant)
+    print(peak / n, resting / n)
 
-    def train(n: int) -> None:
-        x = with_gradient(torch.randn(n))
-        before = rss("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        opt = LODO([x], lr=1e-3, **VARIANTS[variant])
-        for _ in range(3):
-            opt.step()
-        if n != warm_up:
-            resting = rss("VmRSS")
-            peak = max(rss("VmHWM"), resting)  # the kernel notes a new peak a little late
-            print((peak - before) / n, (resting - before) / n)
 
-    warm_up = 10_000  # loads Numba, its compiled kernels and its threads
-    train(warm_up)
-    train(n)
+def extra_memory(n: int, variant: str) -> tuple[int, int]:
+    """The bytes that an optimizer of n parameters adds to this process, at their peak and after three steps."""
+    x = with_gradient(torch.randn(n))
+    before = process_memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    opt = LODO([x], lr=1e-3, **VARIANTS[variant])
+    for _ in range(3):
+        opt.step()
+    resting = process_memory("VmRSS")
+    peak = max(process_memory("VmHWM"), resting)  # Linux records a new peak with a little delay
+    return peak - before, resting - before
+
+
+def process_memory(key: str) -> int:
+    """The bytes that Linux reports for this process: VmRSS now, VmHWM at the peak."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
 
 def verdict(key: str, n: int, value: float) -> str:
-    """The value, green where it meets its target and red where it does not."""
-    if value != value:
+    """The value and its target, or a dash for a value that was not measured."""
+    if math.isnan(value):
         return "-"
-    text = f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
-    target = TARGETS.get((key, n))
-    if target is None:
-        return text
-    good = value >= target if key == "autograd" else value <= target
-    return f"[{'green' if good else 'red'}]{text}[/] ({'>=' if key == 'autograd' else '<='} {target:g})"
+    if value >= 100:
+        text = f"{value:,.0f}"
+    elif value >= 10:
+        text = f"{value:.1f}"
+    else:
+        text = f"{value:.2f}"
+    return with_target(text, value, TARGETS.get((key, n)), at_least=key == "autograd")
 
 
 def show(results: dict[int, dict[str, float]]) -> None:
@@ -214,13 +233,16 @@ def show(results: dict[int, dict[str, float]]) -> None:
         "autograd": ("speed over plain autograd LODO", "autograd_over_lodo"),
         "roofline": ("time over the memory roofline", "lodo_over_roofline"),
         "adam": ("time over torch.optim.Adam", "lodo_over_adam"),
-        "memory": ("peak extra memory, bytes a parameter", "bytes_per_parameter"),
-        "outside": ("outside kernels, us a step", "outside_kernels_us"),
+        "memory": ("peak extra memory, bytes per parameter", "bytes_per_parameter"),
+        "outside": ("outside the kernels, us per step", "outside_kernels_us"),
         "shuffle": ("shuffle mixing: time over random mixing", "shuffle_over_lodo"),
         "shuffle_roofline": ("shuffle mixing: time over its roofline", "shuffle_over_roofline"),
         "robust": ("robust recipe: time over the paper's", "robust_over_lodo"),
-        "robust_memory": ("robust recipe: peak extra memory, bytes a parameter", "robust_bytes_per_parameter"),
-        "resting": ("robust recipe: stays between steps, bytes a parameter", "robust_resting_bytes_per_parameter"),
+        "robust_memory": ("robust recipe: peak extra memory, bytes per parameter", "robust_bytes_per_parameter"),
+        "resting": (
+            "robust recipe: extra memory between steps, bytes per parameter",
+            "robust_resting_bytes_per_parameter",
+        ),
     }
     table = Table(title="LODO, float32, with targets in brackets")
     table.add_column("figure")
@@ -234,7 +256,9 @@ def show(results: dict[int, dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=None, help="numbers of parameters")
-    parser.add_argument("--repeats", type=int, default=None, help="interleaved repeats (15, or 7 from a million on)")
+    parser.add_argument(
+        "--repeats", type=int, default=None, help="interleaved repeats (default 15, or 7 from a million on)"
+    )
     parser.add_argument("--quick", action="store_true", help="n = 100 and 94,696 with 7 repeats")
     parser.add_argument("--out", type=Path, default=Path("results/bench.json"), help="where the JSON goes")
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
@@ -257,9 +281,7 @@ def main() -> None:
         "torch": torch.__version__,
         "numba": numba.__version__,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
-    print(f"written to {options.out}")
+    write(options.out, {"machine": machine, "results": results})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What training with LODO costs beside LODO itself: ratios measured side by side in one run.
+"""What do DDP, FSDP2 and diagnostics add to the cost of LODO? Ratios measured side by side in one run.
 
     python benchmarks/training.py                  about five minutes on two cores
     python benchmarks/training.py --quick          a smaller model, fewer repeats
 
-DDP: two gloo processes of one thread each step on a model in DDP and on a plain one in turn, after the gradients were
-averaged. FSDP2: how many numbers of state a rank holds, over a single process. Diagnostics: ten steps and one call,
+DDP: two gloo processes of one thread each step in turn on a model in DDP and on a plain one; averaging the gradients
+is not timed. FSDP2: the size of a rank's state, over that of a single process. Diagnostics: ten steps and one call,
 over ten steps. Targets are in brackets.
 """
 
@@ -15,12 +15,9 @@ import json
 import multiprocessing
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from operator import truediv
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lodo import LODO
+from measuring import seconds_per_call, with_target, write
 
 N = 94_696
 TARGETS = {"ddp_step_over_plain": 1.05, "fsdp_state_over_single": 0.51, "diagnostics_over_plain": 1.02}
@@ -44,14 +42,8 @@ LABELS = {
 }
 
 
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def rotated(names: list[str], by: int) -> list[str]:
-    """Begin with another one each time."""
+    """The same names in the same circular order, beginning with another one each time."""
     return names[by % len(names) :] + names[: by % len(names)]
 
 
@@ -62,13 +54,13 @@ def model_of(n: int) -> nn.Module:
     return nn.Linear(side, n // side, bias=False)
 
 
-def held(opt: LODO) -> int:
-    """Numbers of state on this rank."""
+def state_size(opt: LODO) -> int:
+    """The number of numbers in the optimizer's state on this rank."""
     return sum(x.numel() for x in opt._state(0).values() if isinstance(x, torch.Tensor))
 
 
 def on_rank(rank: int, n: int, repeats: int, folder: str) -> None:
-    """Both ranks take every turn at the same time; the first one writes what it measured."""
+    """Time the steps; both ranks take every turn at the same time, and rank 0 writes the ratios."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     wrapped = DistributedDataParallel(model_of(n))
@@ -80,20 +72,20 @@ def on_rank(rank: int, n: int, repeats: int, folder: str) -> None:
     x = torch.randn(4, next(plain.parameters()).shape[1])
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for repeat in range(repeats + 3):
-        for name in rotated(list(models), repeat):  # nobody always comes after the same one
+        for name in rotated(list(models), repeat):
             model = models[name]
             opts[name].zero_grad()
             model(x).square().mean().backward()
             dist.barrier()
-            spent = timed(opts[name].step)
-            if repeat >= 3:
+            spent = seconds_per_call(opts[name].step)
+            if repeat >= 3:  # warmed up
                 seconds[name].append(spent)
     if rank == 0:
         over = {name: median(map(truediv, values, seconds["plain"])) for name, values in seconds.items()}
         ratios = {
             "ddp_step_over_plain": over["ddp"],
             "ddp_checked_over_plain": (99 + over["checked"]) / 100,
-            "fsdp_state_over_single": held(opts["fsdp"]) / held(opts["plain"]),
+            "fsdp_state_over_single": state_size(opts["fsdp"]) / state_size(opts["plain"]),
             "fsdp_step_over_single": over["fsdp"],
         }
         Path(folder, "ratios.json").write_text(json.dumps(ratios))
@@ -103,7 +95,7 @@ def on_rank(rank: int, n: int, repeats: int, folder: str) -> None:
 
 def distributed(n: int, repeats: int) -> dict[str, float]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    fork = multiprocessing.get_context("fork")  # nothing has started a thread yet
+    fork = multiprocessing.get_context("fork")  # safe: no thread has been started yet
     with tempfile.TemporaryDirectory() as folder:
         ranks = [fork.Process(target=on_rank, args=(r, n, repeats, folder)) for r in range(2)]
         for process in ranks:
@@ -117,35 +109,38 @@ def distributed(n: int, repeats: int) -> dict[str, float]:
 
 
 def diagnostics(n: int, repeats: int) -> dict[str, float]:
-    """Sixteen calls, a whole cycle of what they do in turn, over as many rounds without."""
+    """The time of sixteen rounds of ten steps and a call, over sixteen rounds without the call.
+
+    The calls do different things in turn, and sixteen are a whole cycle.
+    """
     g = torch.randn(n, generator=torch.Generator().manual_seed(0))
 
-    def made() -> LODO:
+    def optimizer() -> LODO:
         x = nn.Parameter(torch.zeros(n))
         x.grad = g.clone()
         return LODO([x], lr=1e-3)
 
-    plain, watched = made(), made()
+    plain, watched = optimizer(), optimizer()
 
-    def rounds(opt: LODO, look: Callable[[], object]) -> None:
+    def ten_steps() -> None:
         for _ in range(10):
-            opt.step()
-        look()
+            plain.step()
 
-    turns: dict[str, Any] = {
-        "plain": lambda: rounds(plain, lambda: None),
-        "watched": lambda: rounds(watched, watched.diagnostics),
-    }
-    for call in turns.values():
-        call()
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(16 * repeats):
-        for name, call in turns.items():
-            seconds[name].append(timed(call))
-    cycles = [
-        sum(seconds["watched"][i : i + 16]) / sum(seconds["plain"][i : i + 16]) for i in range(0, 16 * repeats, 16)
-    ]
-    return {"diagnostics_over_plain": median(cycles)}
+    def ten_steps_and_a_call() -> None:
+        for _ in range(10):
+            watched.step()
+        watched.diagnostics()
+
+    ten_steps()  # warm up
+    ten_steps_and_a_call()
+    ratios = []
+    for _ in range(repeats):
+        without = with_calls = 0.0
+        for _ in range(16):
+            without += seconds_per_call(ten_steps)
+            with_calls += seconds_per_call(ten_steps_and_a_call)
+        ratios.append(with_calls / without)
+    return {"diagnostics_over_plain": median(ratios)}
 
 
 def show(ratios: dict[str, float]) -> None:
@@ -153,11 +148,7 @@ def show(ratios: dict[str, float]) -> None:
     table.add_column("figure")
     table.add_column("ratio", justify="right")
     for name, value in ratios.items():
-        target = TARGETS.get(name)
-        text = f"{value:.3f}"
-        if target is not None:
-            text = f"[{'green' if value <= target else 'red'}]{text}[/] (<= {target:g})"
-        table.add_row(LABELS[name], text)
+        table.add_row(LABELS[name], with_target(f"{value:.3f}", value, TARGETS.get(name), at_least=False))
     Console().print(table)
 
 
@@ -172,8 +163,7 @@ def main() -> None:
     repeats = options.repeats or (1 if options.quick else 5)
     ratios = {**distributed(n, 40 * repeats), **diagnostics(n, repeats)}
     show(ratios)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"n": n, "ratios": ratios}, indent=2))
+    write(options.out, {"n": n, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Builds the wheel and the sdist, installs each into a clean environment and tries it: ``make release-check``.
+"""Build the wheel and the sdist, install each into a clean environment and try it: ``make release-check``.
 
-The environments get the pinned dependencies of ``constraints.txt`` and nothing of this folder.
+The environments get the dependencies pinned in ``constraints.txt`` and nothing from this folder.
 """
 
 from __future__ import annotations
@@ -40,34 +40,35 @@ assert x.abs().max() < 0.5
 
 
 def main() -> None:
-    """Build, look inside, install, try."""
+    """Build the packages, look inside, install them and try them."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     with tempfile.TemporaryDirectory(prefix="lodo-release-") as scratch:
         say("building")
         run(sys.executable, "-m", "build", "--outdir", scratch, str(ROOT))
-        (wheel,), (sdist,) = Path(scratch).glob("*.whl"), Path(scratch).glob("*.tar.gz")
+        [wheel] = Path(scratch).glob("*.whl")
+        [sdist] = Path(scratch).glob("*.tar.gz")
         check_contents(wheel, sdist, version)
-        for package, extra in ((wheel, "lab"), (sdist, "")):
-            say(f"installing {package.name}{f' with [{extra}]' if extra else ''} into a clean environment")
+        for package, extra in ((wheel, "lab"), (sdist, None)):
+            say(f"installing {package.name} into a clean environment; extra: {extra or 'none'}")
             try_package(package, extra, version, Path(scratch) / package.suffix[1:])
-    say("both install and work")
+    say("both packages install and work")
 
 
 def check_contents(wheel: Path, sdist: Path, version: str) -> None:
-    """The version is in the names, and what is not Python is inside."""
+    """Check the version in the file names, and that files other than Python modules are included."""
     if not (wheel.name.startswith(f"lodo-{version}-") and sdist.name == f"lodo-{version}.tar.gz"):
-        raise SystemExit(f"the packages must be of version {version}, got {wheel.name} and {sdist.name}")
+        raise SystemExit(f"the packages must have version {version}, got {wheel.name} and {sdist.name}")
     inside = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
         source = {name.partition("/src/")[2] for name in archive.getnames()}
     for name in NEEDED:
         for where, names in (("wheel", inside), ("sdist", source)):
             if f"lodo/{name}" not in names:
-                raise SystemExit(f"the {where} must have lodo/{name}, and has not")
+                raise SystemExit(f"the {where} must contain lodo/{name}, but does not")
 
 
-def try_package(package: Path, extra: str, version: str, folder: Path) -> None:
-    """Install one package as a user would, away from this folder, and use it."""
+def try_package(package: Path, extra: str | None, version: str, folder: Path) -> None:
+    """Install a package as a user would, outside this folder, and use it."""
     venv.create(folder, with_pip=True)
     bin_folder = folder / ("Scripts" if sys.platform == "win32" else "bin")
     wanted = f"{package}[{extra}]" if extra else str(package)
@@ -79,18 +80,18 @@ def try_package(package: Path, extra: str, version: str, folder: Path) -> None:
         run(lodo, "compare", "rosenbrock", *compared, cwd=folder)
         run(lodo, "report", "results", cwd=folder)
         if (folder / "report.html").stat().st_size < 1e6:
-            raise SystemExit("the page must have Plotly inside, and has not")
+            raise SystemExit("report.html must contain Plotly, but is too small")
 
 
 def run(*words: str, cwd: Path | None = None) -> None:
-    """Run a command; its output is shown if it fails."""
+    """Run a command, and show its output if it fails."""
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words[:4])} ... failed:\n{done.stdout}\n{done.stderr}")
 
 
 def say(text: str) -> None:
-    """Tell what is going on: an installation takes a minute."""
+    """Say what is going on; an installation takes a minute."""
     print(text, flush=True)
 
 

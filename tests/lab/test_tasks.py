@@ -299,6 +299,17 @@ def test_a_new_bowl_begins_at_the_origin():
     assert abs(float(torch.stack(away).var()) / 4 - 1) < 4 * math.sqrt(2 / 600)
 
 
+def test_a_rotating_bowl_turns_by_the_angle_and_keeps_its_curvatures():
+    task = double_bowl(n=6, rotation=0.05)
+    for _ in range(3):
+        before = task.U.clone()
+        task.draw()
+        angles = torch.linalg.eigvals(task.U @ before.T).angle()
+        assert math.isclose(float(angles.square().mean().sqrt()), 0.05, rel_tol=1e-9)
+        torch.testing.assert_close(task.H, (task.U * task.D) @ task.U.T)
+        torch.testing.assert_close(torch.linalg.eigvalsh(task.H), task.D)
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -324,6 +335,13 @@ def test_a_bowl_returns_to_its_checkpoint():
     seen = wander(task, 6)
     task.load_state_dict(state)
     assert same(wander(task, 6), seen)
+
+
+def test_a_rotating_bowl_resumes_bit_for_bit():
+    task, other = (Bowl(1, n=5, rotation=0.1) for _ in range(2))
+    wander(task, 3)
+    other.load_state_dict(through_a_file(task.state_dict()))
+    assert same(wander(task, 3), wander(other, 3))
 
 
 def test_rosenbrock_resumes_bit_for_bit():

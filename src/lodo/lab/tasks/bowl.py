@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -142,3 +144,8 @@ class Bowl(Task):
 
     def buffers(self) -> dict[str, Tensor]:
         return {"centre": self.centre, "H": self.H, "U": self.U, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As in `Task`, but U also gets back its memory layout, on which the rounding of products with it depends."""
+        super().load_state_dict(state)
+        self.U = state["buffers"]["U"].clone()
