@@ -11,55 +11,81 @@ from torch import Tensor
 
 import oracle
 from lodo import LODO, Dense, Diagonal, Mixing, Residual, Scalar
+from lodo.meta import SGD, Adam, ScheduleFree
+from lodo.recipes import as_meta_optimizer
 
 FAMILIES = ("mixing", "residual", "diagonal", "scalar", "dense")
 BACKENDS = ("reference", "numba")
 
 
+def group_of(opt: LODO, group: int = 0) -> Any:
+    """The run-time object of a group."""
+    return opt._groups[group]
+
+
+def network(opt: LODO, group: int = 0) -> Any:
+    """A group's network, drawn if it was not yet."""
+    return opt._groups[group].ready(opt.param_groups[group])
+
+
 def natural(opt: LODO, theta: Tensor, group: int = 0) -> Tensor:
-    """theta as the oracle has it."""
-    family = opt._families[group]
-    return family.blocks(theta, opt._network(group).n) if isinstance(family, Mixing) else theta
+    """theta, or a moment, in natural order, as the oracle has it."""
+    return network(opt, group).engine.unpack(theta)
 
 
-def places(opt: LODO, group: int = 0) -> Tensor:
-    """Where each weight of a layer, in the oracle's order, is stored."""
-    family, n = opt._families[group], opt._network(group).n
-    if not isinstance(family, Mixing):
-        return torch.arange(family.layers(n).weights)
-    k, L = family.block_size, family.tiles(n)[1]
-    block, r, c = (
-        x.reshape(-1) for x in torch.meshgrid(*map(torch.arange, (family.hidden(n) // k, k, k)), indexing="ij")
-    )
-    return ((block // L * k + r) * k + c) * L + block % L
+def permutations(opt: LODO, group: int = 0) -> Tensor:
+    """P_1 to P_N in natural order."""
+    family, layout = opt._groups[group].family, opt._groups[group].layout
+    P = network(opt, group).draw_permutations(family, layout)
+    return family.permutations(P, layout) if isinstance(family, Mixing) else P.long()
 
 
 def matrix(opt: LODO, group: int = 0) -> oracle.Matrix:
     """The oracle's G with this optimizer's permutations."""
-    family, net = opt._families[group], opt._network(group)
+    family = opt._groups[group].family
     if isinstance(family, Mixing):
-        return oracle.mixing(list(family.permutations(net.engine.P, net.n)))
+        return oracle.mixing(list(permutations(opt, group)))
     if isinstance(family, Residual):
-        return oracle.residual(list(net.engine.P.long()))
+        return oracle.residual(list(permutations(opt, group)))
     return {Diagonal: oracle.diagonal, Scalar: oracle.scalar, Dense: oracle.dense}[type(family)]
+
+
+def places(opt: LODO, group: int = 0) -> Tensor:
+    """The place of each weight of a layer, in natural order, that random bits depend on.
+
+    Of the mixing network it is where the weight is when blocks are stored in tiles of L lanes, the block index last.
+    """
+    family, layout = opt._groups[group].family, opt._groups[group].layout
+    if not isinstance(family, Mixing):
+        return torch.arange(family.layers(layout).weights)
+    k, L = family.block_size, family.tiles(layout)[1]
+    block, r, c = (
+        x.reshape(-1) for x in torch.meshgrid(*map(torch.arange, (family.hidden(layout.n) // k, k, k)), indexing="ij")
+    )
+    return ((block // L * k + r) * k + c) * L + block % L
 
 
 def oracle_for(opt: LODO, x: Tensor, group: int = 0, **settings: Any) -> oracle.AutogradLODO:
     """An oracle that starts where this fresh optimizer stands."""
-    options, net = opt.param_groups[group], opt._network(group)
+    options, meta = opt.param_groups[group], as_meta_optimizer(opt.param_groups[group]["meta_optimizer"])
     theta = natural(opt, opt._state(group)["theta"], group)
+    seed = network(opt, group).rounding_seed
+    kinds: dict[type, dict[str, Any]] = {
+        Adam: {"meta": "adam", "betas": getattr(meta, "betas", None), "eps": getattr(meta, "eps", None)},
+        SGD: {"meta": "sgd"},
+        ScheduleFree: {
+            "meta": "schedule-free", "betas": (getattr(meta, "b", 0.0), 0.0), "window": getattr(meta, "window", None),
+        },
+    }  # fmt: skip
     settings = {
         "lr": float(options["lr"]),
         "meta_lr": options["meta_lr"],
         "beta": options["beta"],
-        "meta": options["meta_optimizer"],
-        "betas": options["meta_betas"],
-        "eps": options["meta_eps"],
+        **kinds[type(meta)],
         "weight_decay": options["weight_decay"],
-        "layered": isinstance(opt._families[group], (Mixing, Residual)),
+        "layered": isinstance(opt._groups[group].family, (Mixing, Residual)),
         "gated": options["momentum"] == "learned",
-        "window": options["meta_window"],
-        "rounding": oracle.Rounding(net.rounding_seed, places(opt, group)) if options["moment_dtype"] else None,
+        "rounding": oracle.Rounding(seed, places(opt, group)) if meta.stored_dtype else None,
         "guard": oracle.Guard() if options["guard"] else None,
         **settings,
     }
@@ -81,9 +107,9 @@ def assert_agree(opt: LODO, x: Tensor, truth: oracle.AutogradLODO, tolerance: fl
         assert difference(natural(opt, state["z"], group), truth.z) < tolerance
     assert ("gate" in state) == truth.gated
     if truth.gated:
-        assert state["gate"][0] == pytest.approx(float(truth.w.detach()), rel=tolerance)
+        assert state["gate"].value == pytest.approx(float(truth.w.detach()), rel=tolerance)
     if truth.guard is not None:
-        assert state["guard"] == pytest.approx((truth.guard.usual, truth.guard.trust), rel=tolerance)
+        assert tuple(state["guard"]) == pytest.approx((truth.guard.usual, truth.guard.trust), rel=tolerance)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
