@@ -1,4 +1,4 @@
-"""Draws the pictures of the pages: ``python docs/pictures.py``, a few seconds."""
+"""Draw the pictures of the documentation: ``python docs/pictures.py`` takes a few seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from lodo import LODO
+from lodo import LODO, Mixing
 from lodo.lab.show.figures import look, save_svg
 from lodo.lab.show.wiring import draw_matrices, draw_network
 from lodo.lab.tasks import Bowl
@@ -17,9 +17,10 @@ STEPS = (0, 300, 10_000)
 
 
 def learned(steps: tuple[int, ...] = STEPS) -> tuple[LODO, dict[str, torch.Tensor]]:
-    """A small LODO that tracks a noisy bowl, and its G on the way beside the inverse Hessian."""
+    """A small LODO after tracking a noisy bowl, its G after some of the steps, and the inverse Hessian."""
     task = Bowl(0, n=8, condition=20.0)
-    opt = LODO(task.params, lr=0.5, meta_lr=1e-3, beta=0.2, depth=3, block_size=4, width=1.0, seed=0)
+    family = Mixing(depth=3, block_size=4, width=1.0)
+    opt = LODO(task.params, lr=0.5, meta_lr=1e-3, beta=0.2, preconditioner=family, seed=0)
     matrices = {}
     for step in track(range(max(steps) + 1), "learning", transient=True):
         if step in steps:
@@ -30,7 +31,7 @@ def learned(steps: tuple[int, ...] = STEPS) -> tuple[LODO, dict[str, torch.Tenso
 
 
 def main() -> None:
-    """Draw all."""
+    """Draw both pictures."""
     opt, matrices = learned()
     with look():
         save_svg(draw_network(opt), HOME / "network.svg")

@@ -163,10 +163,11 @@ def test_the_picture_of_the_network_is_the_network():
     figure = draw_network(opt)
     axes = figure.axes[0]
     assert len([line for line in axes.lines if len(line.get_xdata()) == 4]) == 2 * 3 * 8  # wires
-    net, theta = opt._network(0), opt._state(0)["theta"]
-    first = net._family.blocks(theta, 8)[0, 0]
+    group, theta = opt._groups[0], opt._state(0)["theta"]
+    network = group.ready(opt.param_groups[0])
+    first = network.engine.unpack(theta)[0, 0]
     torch.testing.assert_close(torch.as_tensor(axes.images[0].get_array().data).float(), first)
-    places = net._family.permutations(net.engine.P, 8)
+    places = network.draw_permutations(group.family, group.layout)
     wire = axes.lines[0].get_ydata()
     assert (wire[0], wire[-1]) == (places[0, 0], 0)
     assert len(draw_matrices(matrices).axes) == 4

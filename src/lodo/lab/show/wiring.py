@@ -30,16 +30,17 @@ def draw_network(optimizer: LODO, group: int = 0) -> Figure:
 
     Example:
         >>> x = torch.nn.Parameter(torch.zeros(4))
-        >>> figure = draw_network(LODO([x], depth=2, block_size=2))
+        >>> figure = draw_network(LODO([x], preconditioner=Mixing(depth=2, block_size=2)))
         >>> len(figure.axes[0].lines)  # 8 wires for each of 2 permutations, up and down, and the line in the middle
         33
     """
-    network, theta = optimizer._network(group), optimizer._state(group)["theta"]
-    family, n = network._family, network.n
+    chosen = optimizer._groups[group]
+    family, layout, n = chosen.family, chosen.layout, chosen.n
     if not isinstance(family, Mixing) or family.hidden(n) > _LARGEST:
         raise ValueError(f"optimizer must have a mixing network of at most {_LARGEST} numbers a layer, got {family}")
-    blocks = family.blocks(theta.detach().cpu(), n).double().numpy()
-    places = family.permutations(network.engine.P.cpu(), n).numpy()
+    network = chosen.ready(optimizer.param_groups[group])
+    blocks = network.engine.unpack(optimizer._state(group)["theta"]).detach().cpu().double().numpy()
+    places = family.permutations(network.draw_permutations(family, layout), layout).numpy()
     figure, (axes,) = canvas(size=(3 + 2.2 * len(blocks), 1.6 + 0.28 * family.hidden(n)))
     scale = Normalize(-np.abs(blocks).max(), np.abs(blocks).max())
     up = [
