@@ -8,7 +8,7 @@ import torch
 from rich.progress import track
 
 from lodo import LODO, Mixing
-from lodo.lab.show.figures import look, save_svg
+from lodo.lab.show.draw import look, save_svg
 from lodo.lab.show.wiring import draw_matrices, draw_network
 from lodo.lab.tasks import Bowl
 

@@ -85,7 +85,7 @@ def no_work(tmp_path, monkeypatch):
             assert experiment.plan(request)
 
     monkeypatch.setattr(cli, "conduct", planned)
-    monkeypatch.setattr("lodo.lab.comparing.write_comparison", lambda found, page, out, console: None)
+    monkeypatch.setattr("lodo.lab.comparison.write_comparison", lambda found, page, out, console: None)
     monkeypatch.setattr("lodo.lab.tuning.outcome.conduct", lambda search, *rest, **options: search.run(0, {
         space.parameter: space.start if space.kind == "rate" else 1 - space.start for space in search.spaces
     }))  # fmt: skip

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 import lodo.lab
 from lodo import LODO
 from lodo.lab import cli
-from lodo.lab.experiments.comparison import LOSS, TIME, Comparison
+from lodo.lab.comparison import LOSS, TIME, Comparison
 from lodo.lab.optimizers import BASELINES
-from lodo.lab.page.results import find
-from lodo.lab.page.sections import parts, section
+from lodo.lab.page.report import section_readers
+from lodo.lab.page.results import read_results
+from lodo.lab.page.sections import experiment_section
 from lodo.lab.tasks import TASKS, Task
 
 QUIET = Console(quiet=True)
@@ -180,7 +181,7 @@ def test_the_command_writes_a_page_and_is_on_it(tmp_path):
     said = invoke(*words, "--workers", 0, "--out", out, "-o", page)
     assert f"page: {page}" in said
     text = page.read_text()
-    shown = re.search(r"To make it again: <code>(.*?)</code>", text).group(1).replace("&#39;", "'")
+    shown = re.search(r"To repeat it: <code>(.*?)</code>", text).group(1).replace("&#39;", "'")
     assert shlex.split(shown) == ["lodo", *map(str, words), "--out", str(out)]
     summary = json.loads((out / "compare-rosenbrock" / "summary.json").read_text())
     assert [row["optimizer"] for row in summary["rows"] if row["metric"] == LOSS] == ["LODO", "torch.SGD (lr=0.01)"]
@@ -188,12 +189,13 @@ def test_the_command_writes_a_page_and_is_on_it(tmp_path):
 
 def test_a_report_has_comparisons_too(tmp_path):
     compare("rosenbrock", "adam, lodo", out=tmp_path)
-    assert "compare-rosenbrock" in [name for name, _ in parts(tmp_path)]
-    shown = section(find(Comparison("rosenbrock"), tmp_path), tmp_path)
+    assert "compare-rosenbrock" in [name for name, _ in section_readers(tmp_path)]
+    shown = experiment_section(read_results(Comparison("rosenbrock"), tmp_path), tmp_path)
     assert shown.command.startswith("lodo compare rosenbrock --steps 20 --seeds 2 --optimizers 'adam, lodo'")
-    assert [plot.name for plot in shown.plots] == [
-        "compare-rosenbrock-curves", "compare-rosenbrock-x", "compare-rosenbrock-y", "rosenbrock-paths"
-    ]  # fmt: skip
+    assert [[panel["name"] for panel in figure["panels"]] for figure in shown.figures] == [
+        ["curves", "x", "y"],
+        ["paths"],
+    ]
     assert not shown.gaps
 
 

@@ -20,7 +20,7 @@ from lodo.lab.experiments.paper.rosenbrock import late
 from lodo.lab.optimizers import Choice, parse
 from lodo.lab.pipeline import conduct
 from lodo.lab.run import Curve, Run, load
-from lodo.lab.show.figures import binned, styles
+from lodo.lab.show.styles import styles
 from lodo.lab.show.tables import Row, markdown, measure
 
 ROW_KEYS = {"optimizer", "metric", "mean", "std", "seeds", "diverged", "paper_mean", "paper_std"}
@@ -83,12 +83,6 @@ def test_markdown_has_one_table_for_each_metric():
     assert text.count("| optimizer | ours | paper | difference | seeds |") == 2
     assert "| B | 2.00 |  |  | 1 |" in text
     assert text.endswith("- A note.\n")
-
-
-def test_bins_hold_means():
-    at, values = binned([curve(np.arange(1, 11))], bins=5)
-    np.testing.assert_allclose(at, [1, 3, 5, 7, 9])
-    np.testing.assert_allclose(values, [[1.5, 3.5, 5.5, 7.5, 9.5]])
 
 
 def test_every_optimizer_of_the_paper_has_a_style_of_its_own():

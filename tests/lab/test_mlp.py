@@ -35,6 +35,7 @@ from lodo.lab.experiments.beyond.mlp import (
 )
 from lodo.lab.optimizers import Choice, build, parse
 from lodo.lab.run import Curve, Run, execute, load
+from lodo.lab.show.draw import draw
 from lodo.lab.tasks import Mlp, make_task
 from lodo.lab.tasks.mlp import shrink
 
@@ -308,8 +309,8 @@ def test_a_method_that_always_diverges_is_shown_as_such():
     results = {cell: curves(0.1, 0.1, 0.1, diverged={0, 1, 2}) for cell in (Cell("Adam", "lr=1"), Cell("Adam", "lr=2"))}
     assert rows(results)[0].cells == ("Adam", "lr=1", "diverged", "", "1")
     experiment = experiments.load("mlp")
-    (figure,) = experiment.figures(experiment.request(seeds=1), results).values()
-    assert "1 diverged" in figure.axes[0].get_legend().get_texts()[0].get_text()
+    (figure,) = experiment.figures(experiment.request(seeds=1), results)
+    assert "1 of 1 diverged" in draw(figure).axes[0].get_legend().get_texts()[0].get_text()
 
 
 def test_the_sentence():

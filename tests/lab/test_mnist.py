@@ -36,7 +36,7 @@ from lodo.lab.experiments.paper.mnist import (
 from lodo.lab.files import save_state
 from lodo.lab.optimizers import Choice, build, hyperparameters, parse
 from lodo.lab.run import Curve, Run, execute, load, read_weights, threads
-from lodo.lab.show.figures import save_picture
+from lodo.lab.show.draw import draw, save_picture
 from lodo.lab.show.tables import Row
 from lodo.lab.tasks import Mnist, make_task
 from lodo.lab.tasks.base import Task
@@ -551,10 +551,12 @@ def test_the_last_tenth_of_the_measurements_counts():
 
 def test_the_learning_curves_have_every_optimizer_and_say_who_diverged(digits):
     experiment = experiments.load("mnist")
-    figures = experiment.figures(experiment.request(), RESULTS)
-    assert list(figures) == ["mnist", "mnist-inputs"]  # nothing to draw digits with
-    left, middle, beside, right = figures["mnist"].axes
-    (legend,) = figures["mnist"].legends
+    (figure,) = experiment.figures(experiment.request(), RESULTS)
+    pictures = experiment.draw_pictures(experiment.request(), RESULTS)
+    assert [picture.name for picture in pictures] == ["mnist-inputs"]  # nothing to draw digits with
+    drawing = draw(figure)
+    left, middle, beside, right = drawing.axes
+    (legend,) = drawing.legends
     texts = [text.get_text() for text in legend.get_texts()]
     assert texts == ["Adam", "Momentum", "torch.SGD", "Yogi (2 of 2 diverged)", "LODO (1 of 2 diverged)"]
     (adam, *_) = right.get_lines()
@@ -571,25 +573,27 @@ def test_the_learning_curves_have_every_optimizer_and_say_who_diverged(digits):
 def test_figures_of_runs_that_all_diverged(digits):
     experiment = experiments.load("mnist")
     results = {Cell("Yogi"): curves(math.nan, 2.0, diverged={0, 1})}
-    assert "mnist" in experiment.figures(experiment.request(), results)
+    (figure,) = experiment.figures(experiment.request(), results)
+    assert draw(figure).axes
 
 
 def test_loss_against_momentum(digits):
     experiment = experiments.load("mnist-momentum")
     results = {Cell(f"LODO (beta={b})"): curves(1 + b, 1 + b, beta=b) for b in (0.0, 0.5, 0.9)}
     results[Cell("LODO (beta=0.95)")] = curves(1.0, diverged={0}, beta=0.95)
-    figures = experiment.figures(experiment.request(), results)
-    assert list(figures) == ["mnist-momentum"]
-    (axes,) = figures["mnist-momentum"].axes
+    by_beta, learning = experiment.figures(experiment.request(), results)
+    assert (by_beta.name, learning.name) == ("mnist-momentum", "mnist-momentum-curves")
+    assert not experiment.draw_pictures(experiment.request(), results)
+    (axes,) = draw(by_beta).axes
     points = axes.get_lines()[0].get_xydata()
-    np.testing.assert_allclose(points, [(1, 1), (0.5, 1.5), (0.1, 1.9), (0.05, np.nan)], rtol=1e-6)
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "0.5", "0.9", "0.95"]
+    np.testing.assert_allclose(points, [(1, 1), (0.5, 1.5), (0.1, 1.9)], rtol=1e-6)  # the one at 0.95 diverged
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "0.5", "0.9"]
     assert axes.get_xscale() == "log"
     assert axes.xaxis_inverted()
 
 
 def test_the_picture_of_what_the_network_sees(digits):
-    axes = draw_inputs().axes
+    axes = draw(draw_inputs("inputs")).axes
     assert len(axes) == 25
     shown = np.stack([place.get_images()[0].get_array() for place in axes]).reshape(5, 5, 8, 8)
     known = shown[:, 2] > 0
@@ -701,7 +705,8 @@ def test_the_other_two_experiments_at_a_toy_size(name, tmp_path, monkeypatch):
 
 def test_a_file_of_hyperparameters_is_used_and_named(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(MnistExperiment, "figures", lambda *_: {})
+    monkeypatch.setattr(MnistExperiment, "figures", lambda *_: [])
+    monkeypatch.setattr(MnistExperiment, "draw_pictures", lambda *_: [])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text("[mnist]\nadam = { lr = 0.0123 }\n")
     args = ("--optimizers", "adam", "--hyperparameters", "mine.toml", "--out", tmp_path)

@@ -23,13 +23,15 @@ from lodo.lab.data import using
 from lodo.lab.experiments.base import Cell
 from lodo.lab.optimizers import BASELINES, Choice
 from lodo.lab.page.commands import run_command, tune_command
-from lodo.lab.page.render import Section, markdown, render
-from lodo.lab.page.results import Found, find, read_request
-from lodo.lab.page.sections import parts, section
+from lodo.lab.page.render import Section, html_of, render_page
+from lodo.lab.page.report import section_readers
+from lodo.lab.page.results import StoredResults, read_request, read_results
+from lodo.lab.page.sections import experiment_section
 from lodo.lab.pipeline import conduct
 from lodo.lab.run import Curve, Run
-from lodo.lab.show import colours, plots
-from lodo.lab.show.figures import styles
+from lodo.lab.show import curves, styles
+from lodo.lab.show.interactive import as_json
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
 from lodo.lab.tuning.search import plan
 
 ROSENBROCK, BOWL = experiments.load("rosenbrock"), experiments.load("bowl")
@@ -94,7 +96,8 @@ def test_the_page_has_tables_plots_commands_and_versions(page, results):
         assert row["optimizer"] in text
     assert "15.28 ± 0.07" in text  # the paper's
     drawn = json.loads(data_of(text))
-    assert drawn.keys() == {"bowl-curves", "bowl-sigma", "bowl-sigma_exact", "rosenbrock-curves", "rosenbrock-paths"}
+    assert drawn.keys() == {"bowl-curves", "bowl-sigma", "rosenbrock-curves", "rosenbrock-paths"}
+    assert [line["label"] for line in drawn["bowl-sigma"]["lines"]] == ["LODO", "LODO, exact"]
     assert "lodo run rosenbrock --seeds 2 --optimizers &#39;adam, lodo&#39;" not in text  # quoted for a shell, escaped
     assert "lodo run rosenbrock --quick --optimizers" in text
     assert "lodo theory saddle --quick --seed 3" in text
@@ -111,26 +114,26 @@ def test_what_is_missing_says_which_command_makes_it(page, results):
         assert f"lodo run {name} --quick" in text
         assert f"<code>lodo run {name} --out {results}</code>" in text
     assert f"<code>lodo theory dynamics --out {results}</code>" in text
-    assert "The picture of its generations is missing" in text
+    assert "The figure of its trials is missing" in text
 
 
 def test_curves_that_are_gone_leave_the_table(results, tmp_path):
     shutil.copytree(results / "bowl", tmp_path / "bowl")
-    found = find(BOWL, tmp_path)
-    shown = section(found, tmp_path)
+    found = read_results(BOWL, tmp_path)
+    shown = experiment_section(found, tmp_path)
     assert [row.optimizer for row in shown.rows][:4] == ["Adam", "LODO", "O-LBFGS", "Newton"]
-    assert not shown.plots
+    assert not shown.figures
     assert "curves are not in this folder" in shown.gaps[0].text
     assert shown.made_with[0]["torch"]
 
 
 def test_runs_without_a_summary_are_found_by_what_they_are(results, tmp_path):
     shutil.copytree(results / "runs", tmp_path / "runs")
-    found = find(ROSENBROCK, tmp_path)
+    found = read_results(ROSENBROCK, tmp_path)
     assert found.request == ROSENBROCK.request()  # eight seeds of six optimizers; two seeds of two are there
     assert {cell.label: len(curves) for cell, curves in found.results.items()} == {"Adam": 2, "LODO": 2}
     assert {row.seeds for row in found.rows} == {2}
-    (gap,) = section(found, tmp_path).gaps
+    (gap,) = experiment_section(found, tmp_path).gaps
     assert gap.text.startswith("44 of 48 runs are missing (adam, rmsprop, momentum, yogi, lodo)")
 
 
@@ -139,7 +142,7 @@ def test_a_seed_after_a_gap_does_not_count(results, tmp_path):
     request = read_request(json.loads((results / "rosenbrock" / "summary.json").read_text())["settings"])
     first = ROSENBROCK.plan(request)[Cell("Adam")][0]
     first.path(tmp_path / "r" / "runs").unlink()
-    found = find(ROSENBROCK, tmp_path / "r")
+    found = read_results(ROSENBROCK, tmp_path / "r")
     assert [cell.label for cell in found.results] == ["LODO"]
     assert [run.name for run in found.missing] == [first.name]
 
@@ -149,7 +152,7 @@ def test_a_damaged_summary_is_as_good_as_none(tmp_path, text):
     folder = tmp_path / "bowl"
     folder.mkdir()
     (folder / "summary.json").write_bytes(text.encode("latin-1"))
-    assert find(BOWL, tmp_path) == Found(BOWL)
+    assert read_results(BOWL, tmp_path) == StoredResults(BOWL)
 
 
 def test_rows_of_another_version_are_left_out(results, tmp_path, caplog):
@@ -157,7 +160,7 @@ def test_rows_of_another_version_are_left_out(results, tmp_path, caplog):
     summary = json.loads((tmp_path / "bowl" / "summary.json").read_text())
     summary["rows"][0]["median"] = 1.0
     (tmp_path / "bowl" / "summary.json").write_text(json.dumps(summary))
-    assert not find(BOWL, tmp_path).rows
+    assert not read_results(BOWL, tmp_path).rows
     assert "another version" in caplog.text
 
 
@@ -167,13 +170,25 @@ def test_experiments_with_data_are_found_without_the_data(tmp_path, monkeypatch)
     with using("digits"):
         conduct(experiment, request, tmp_path, workers=0, console=Console(quiet=True))
     monkeypatch.setenv("LODO_DATA", str(tmp_path / "nowhere"))
-    found = find(experiment, tmp_path)
-    shown = section(found, tmp_path)
+    found = read_results(experiment, tmp_path)
+    shown = experiment_section(found, tmp_path)
     assert [cell.label for cell in found.results] == ["Adam"]
     assert shown.command.endswith(f"--data digits --out {tmp_path}")
-    assert [picture.path.name for picture in shown.pictures] == ["mlp.png"]
-    (tmp_path / "mlp" / "mlp.png").unlink()
-    assert any("mlp.png is missing" in gap.text for gap in section(found, tmp_path).gaps)
+    assert [figure["name"] for figure in shown.figures] == ["mlp", "mlp-accuracy"]
+    assert not shown.gaps
+
+
+def test_a_picture_that_is_missing_is_named(tmp_path):
+    experiment = experiments.load("mnist")
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    (folder / "mnist-inputs.png").write_bytes(b"")
+    stored = StoredResults(experiment, experiment.request())
+    shown = experiment_section(stored, tmp_path)
+    assert [picture.path.name for picture in shown.pictures] == ["mnist-inputs.png"]
+    assert [gap.text for gap in shown.gaps if "is missing" in gap.text] == [
+        "The picture mnist-samples.png is missing. This command makes it:"
+    ]
 
 
 REQUESTS = {
@@ -230,7 +245,7 @@ def test_the_command_names_the_file_of_hyperparameters(tmp_path, monkeypatch):
 def test_the_command_of_a_search_asks_for_the_same(task, optimizer, asked, monkeypatch):
     heard = []
     monkeypatch.setattr("lodo.lab.tuning.outcome.conduct", lambda search, *rest, **options: heard.append(search))
-    monkeypatch.setattr("lodo.lab.tuning.report.write", lambda *_: Path())
+    monkeypatch.setattr("lodo.lab.tuning.report.write_outcome", lambda *_: Path())
     with using("digits"):
         search = plan(task, optimizer, **asked)
     words = shlex.split(tune_command(json.loads(json.dumps(search.settings)), Path("a b")))
@@ -264,35 +279,41 @@ def full_size(experiment):
             {"x": noise, "y": noise} if experiment is ROSENBROCK else {"sigma": np.where(noise > 8.999, 1, np.nan)}
         )
         results[cell] = [made(run, noise + i, twice="lbfgs" in run.optimizer, **tracked) for i, run in enumerate(runs)]
-    return section(Found(experiment, request, results, experiment.rows(request, results)), Path())
+    return experiment_section(StoredResults(experiment, request, results, experiment.rows(request, results)), Path())
 
 
 def test_the_full_bowl_set_is_under_6_megabytes():
     names = [name for name in experiments.CATALOG if name.startswith("bowl")]
     assert len(names) == 5
     shown = [full_size(experiments.load(name)) for name in [*names, "rosenbrock"]]
-    assert sum(len(each.plots) for each in shown) > 15
-    text = render("full", shown, "")
+    assert sum(len(figure["panels"]) for each in shown for figure in each.figures) > 15
+    text = render_page("full", shown, "")
     assert len(text.encode()) < 6e6
     assert len(text.encode()) < 3.5e6  # what pictures and theory may add is left
     lines = [line for plot in json.loads(data_of(text)).values() for line in plot["lines"]]
     assert len(lines) > 100
-    assert max(len(line["y"]) for line in lines) <= max(201, plots.POINTS + 1)
+    assert max(len(line["y"]) for line in lines) <= max(201, curves.POINTS + 1)
 
 
 def test_every_line_of_every_plot_is_what_plotly_takes(results):
-    """Plotly's own schema knows the names of dashes and the form of colours."""
-    for shown in (section(find(experiment, results), results) for experiment in (BOWL, ROSENBROCK)):
-        for each in shown.plots:
-            for line in each.data["lines"]:
+    """Plotly's own schema knows the names of dashes and the form of styles."""
+    for shown in (experiment_section(read_results(experiment, results), results) for experiment in (BOWL, ROSENBROCK)):
+        for panel in (panel for figure in shown.figures for panel in figure["panels"]):
+            for line in panel["lines"]:
                 for look in ("light", "dark"):
                     go.Scatter(line={"color": line[look], "dash": line["dash"]})
 
 
+def lines_of(groups):
+    """The lines of learning curves, as the page has them."""
+    plot = curves.learning_curves("a", "b", groups, y=Axis("loss"))
+    return as_json(Figure("f", [plot]))["panels"][0]["lines"]
+
+
 def test_thinning_keeps_means_and_both_ends():
     run = Run("bowl", "adam", 0, 1000)
-    values = plots.thinned([made(run, np.arange(1.0, 1001.0))], points=20)
-    edges = plots.parts(1000, 20)
+    values = curves.thinned([made(run, np.arange(1.0, 1001.0))], points=20)
+    edges = curves.part_edges(1000, 20)
     sizes = np.diff(edges)
     assert edges[0] == 0
     assert edges[-1] == 1000
@@ -303,8 +324,8 @@ def test_thinning_keeps_means_and_both_ends():
 
 def test_bands_are_one_standard_deviation_and_stay_above_zero():
     run = Run("bowl", "adam", 0, 3)
-    curves = [made(run, [1.0, 10.0, 0.01]), made(run, [3.0, 12.0, 5.0])]
-    (line,) = plots.learning_curves("a", "b", {"Adam": curves}).data["lines"]
+    both = [made(run, [1.0, 10.0, 0.01]), made(run, [3.0, 12.0, 5.0])]
+    (line,) = lines_of({"Adam": both})
     assert line["y"] == [2, 11, 2.505]
     assert line["high"] == pytest.approx([2 + 2**0.5, 11 + 2**0.5, 2.505 + 4.99 / 2**0.5], rel=1e-4)
     assert line["low"] == pytest.approx([2 - 2**0.5, 11 - 2**0.5, 0.01], rel=1e-4)
@@ -316,24 +337,25 @@ def test_diverged_runs_are_counted_and_not_drawn():
         "Adam": [made(run, [1.0, 1.0]), made(run, [9.0], diverged=True)],
         "BFGS": [made(run, [1e30], diverged=True)],
     }
-    adam, bfgs = plots.learning_curves("a", "b", groups).data["lines"]
+    adam, bfgs = lines_of(groups)
     assert (adam["y"], adam["note"]) == ([1, 1], "1 of 2 diverged")
     assert (bfgs["y"], bfgs["note"]) == ([], "1 of 1 diverged")
 
 
 def test_by_evaluation_an_optimizer_that_evaluates_twice_is_as_long_as_others():
     run = Run("bowl", "olbfgs", 0, 8)
-    (line,) = plots.learning_curves("a", "b", {"O-LBFGS": [made(run, [1.0] * 4, twice=True)]}).data["lines"]
+    (line,) = lines_of({"O-LBFGS": [made(run, [1.0] * 4, twice=True)]})
     assert line["x"]["step"] == [1, 2, 3, 4]
     assert line["x"]["evaluations"] == [2, 4, 6, 8]
 
 
 def test_colours_stand_out_from_both_backgrounds():
-    every = styles([known.label for known in BASELINES.values()] + [f"other {i}" for i in range(6)])
-    for label, style in every.items():
-        look = plots.drawn(style)
-        assert colours.contrast(look["light"], colours.LIGHT) >= colours.CONTRAST, label
-        assert colours.contrast(look["dark"], colours.DARK) >= colours.CONTRAST, label
+    every = styles.styles([known.label for known in BASELINES.values()] + [f"other {i}" for i in range(6)])
+    plot = Plot("a", "", Axis(), Axis(), [Line(label, np.ones(1), np.ones(1)) for label in every])
+    for look in as_json(Figure("f", [plot]))["panels"][0]["lines"]:
+        label = look["label"]
+        assert styles.contrast(look["light"], styles.LIGHT) >= styles.CONTRAST, label
+        assert styles.contrast(look["dark"], styles.DARK) >= styles.CONTRAST, label
 
 
 def test_markdown_shows_no_html_and_no_picture_from_elsewhere(tmp_path):
@@ -341,7 +363,7 @@ def test_markdown_shows_no_html_and_no_picture_from_elsewhere(tmp_path):
     secret.write_bytes(b"secret")
     inner = tmp_path / "inner"
     inner.mkdir()
-    found = markdown("<script>alert(1)</script>\n\n![x](../secret.png)", inner)
+    found = html_of("<script>alert(1)</script>\n\n![x](../secret.png)", inner)
     assert "<script>" not in found
     assert 'src=""' in found
 
@@ -349,14 +371,14 @@ def test_markdown_shows_no_html_and_no_picture_from_elsewhere(tmp_path):
 def test_what_runs_are_called_cannot_break_the_page():
     run = Run("bowl", "adam", 0, 3)
     bad = "</script><script>alert(1)</script>"
-    plot = plots.learning_curves("a", bad, {bad: [made(run, [1.0, 2.0])]})
-    text = render("t", [Section("s", bad, plots=[plot], notes=[bad])], "")
+    plot = curves.learning_curves("a", bad, {bad: [made(run, [1.0, 2.0])]}, y=Axis(bad))
+    text = render_page("t", [Section("s", bad, figures=[as_json(Figure("f", [plot]))], notes=[bad])], "")
     assert "alert(1)</script>" not in text.replace("&lt;/script&gt;", "")
-    assert json.loads(data_of(text))["a"]["lines"][0]["label"] == bad
+    assert json.loads(data_of(text))["s-a"]["lines"][0]["label"] == bad
 
 
 def test_parts_are_in_the_order_of_the_paper(results):
-    names = [name for name, _ in parts(results)]
+    names = [name for name, _ in section_readers(results)]
     assert names[: len(experiments.CATALOG)] == list(experiments.CATALOG)
     assert names[-1] == "bowl-adam-paper-0"
     assert Choice("adam")  # by name, as summaries have it
@@ -383,7 +405,7 @@ def shown(one_page):
 
 def test_every_plot_is_drawn_without_an_error(shown):
     every = shown.locator("[data-plot]").evaluate_all("figures => figures.map(figure => figure.dataset.plot)")
-    assert len(every) == 5
+    assert len(every) == 4
     for name in every:
         assert traces(plot(shown, name))
     assert shown.locator(".words img").evaluate("image => image.naturalWidth") > 100
@@ -408,14 +430,14 @@ def test_axes_can_be_chosen(shown):
     figure = plot(shown, "bowl-curves")
     axes = "canvas => [canvas.layout.xaxis.type, canvas.layout.xaxis.title.text, canvas.layout.yaxis.type]"
     canvas = figure.locator(".canvas")
-    assert canvas.evaluate(axes) == ["linear", "step", "log"]
+    assert canvas.evaluate(axes) == ["linear", "evaluations of the loss and its gradient", "log"]
 
     def ends():
         return {trace["name"]: trace["x"][-1] for trace in traces(figure) if trace["name"]}
 
-    assert ends()["O-LBFGS"] < 301 < 590 < ends()["Adam"]
-    figure.get_by_label("evaluation").check()
     assert 590 < ends()["O-LBFGS"] < 601
+    figure.get_by_label("step").check()
+    assert ends()["O-LBFGS"] < 301 < 590 < ends()["Adam"]
     figure.get_by_label("second", exact=True).check()
     assert 0 < ends()["Adam"] < 100
     figure.get_by_label("log x").check()
@@ -425,7 +447,7 @@ def test_axes_can_be_chosen(shown):
     assert low == pytest.approx(0.85 * 7.412, rel=1e-3)
     figure.get_by_label("close up").uncheck()
     assert canvas.evaluate("canvas => canvas._fullLayout.yaxis.range[1]") != pytest.approx(high)
-    for label, on in (("step", True), ("log x", False), ("log y", True), ("close up", True)):
+    for label, on in (("evaluation", True), ("log x", False), ("log y", True), ("close up", True)):
         figure.get_by_label(label, exact=True).set_checked(on)
 
 
@@ -441,6 +463,7 @@ def test_hovering_tells_values(shown):
 def test_everything_works_from_the_keyboard(shown):
     assert shown.evaluate("document.querySelector('a, button, input').textContent") == "Skip to the content"
     figure = plot(shown, "bowl-curves")
+    figure.get_by_label("step", exact=True).press("Space")
     figure.get_by_label("Adam").focus()
     shown.keyboard.press("Space")
     assert names(figure) == ["LODO", "O-LBFGS"]
@@ -455,6 +478,7 @@ def test_everything_works_from_the_keyboard(shown):
     assert status.text_content() != told
     figure.get_by_label("Adam").press("Space")
     assert names(figure) == ["Adam", "LODO", "O-LBFGS"]
+    figure.get_by_label("evaluation").press("Space")
     reachable = "() => [...document.querySelectorAll('.scroll')].every(region => region.tabIndex === 0)"
     assert shown.evaluate(reachable)
 

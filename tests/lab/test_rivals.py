@@ -39,7 +39,7 @@ from lodo.lab.optimizers import (
 from lodo.lab.optimizers.adapters import Eager, Reshaped
 from lodo.lab.optimizers.rivals import Known, read, rivals
 from lodo.lab.run import Curve, Run, execute, load
-from lodo.lab.show.figures import canvas
+from lodo.lab.show.draw import canvas, draw
 from lodo.lab.show.labels import Point, label_points, overlap
 from lodo.lab.show.tables import markdown
 from lodo.lab.tasks import Bowl, Rosenbrock
@@ -427,7 +427,9 @@ def test_those_that_diverge_come_last_and_notes_are_of_those_that_are_there():
         "Muon: on a vector it is momentum divided by its norm.",
         "PSGD-LRA, rank 10: O(n r) with r the rank.",
     ]
-    assert {*EXPERIMENT.figures(request, results)} == {"bowl-rivals", "bowl-rivals-curves"}
+    figures = EXPERIMENT.figures(request, results)
+    assert [figure.name for figure in figures] == ["bowl-rivals", "bowl-rivals-curves"]
+    assert [len(draw(figure).axes) for figure in figures] == [1, 1]
 
 
 def timed(steps, *, seconds=1e-4, evaluations=1, run=None):

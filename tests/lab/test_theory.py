@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from lodo import Mixing
 from lodo.lab.cli import app
+from lodo.lab.page.sections import theory_section
 from lodo.lab.theory import represent
 from lodo.lab.theory.base import symmetric
 from lodo.lab.theory.dynamics import (
@@ -322,6 +323,9 @@ def test_command(name, tmp_path):
     assert pictures
     assert all(matplotlib.image.imread(picture).std() > 0.02 for picture in pictures)
     assert all(picture.name in (folder / "text.md").read_text() for picture in pictures)
+    shown = theory_section(name, tmp_path)
+    assert {figure["name"] for figure in shown.figures} == {picture.stem for picture in pictures}
+    assert "<img" not in shown.words  # all of them are interactive
 
 
 def test_unknown_part(tmp_path):

@@ -477,6 +477,7 @@ class TestCommand:
         assert found["confirm"] == 2
         (folder,) = (tmp_path / "tune").iterdir()
         assert {path.name for path in folder.iterdir()} == {
+            "figures.json",
             "generations.pdf",
             "generations.png",
             "summary.json",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lodo.lab.comparing import compare as compare
+    from lodo.lab.comparison import compare as compare
 
 __all__ = ["compare"]
 
@@ -16,7 +16,7 @@ __all__ = ["compare"]
 def __getattr__(name: str) -> Any:
     """`compare` when it is asked for: importing a part of the laboratory does not import all of it."""
     if name == "compare":
-        from lodo.lab.comparing import compare
+        from lodo.lab.comparison import compare
 
         return compare
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,21 +14,21 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lodo._checks import check_choice
-from lodo.spelling import parse_options
+from lodo.lab.comparison import Comparison
 from lodo.lab.data import DIGITS_DIGEST, using
 from lodo.lab.executor import RunError
 from lodo.lab.experiments import CATALOG, load
-from lodo.lab.experiments.comparison import Comparison
 from lodo.lab.experiments.paper.mnist import draw_images, grid
 from lodo.lab.optimizers import BASELINES
 from lodo.lab.optimizers.l2l import EPISODES, train
 from lodo.lab.optimizers.l2l_weights import save_weights
 from lodo.lab.pipeline import conduct
 from lodo.lab.run import read_weights, threads
-from lodo.lab.show.figures import save_picture
+from lodo.lab.show.draw import save_picture
 from lodo.lab.tasks import TASKS
 from lodo.lab.theory.parts import PARTS, part
 from lodo.lab.tuning import CONFIRM, SAMPLERS
+from lodo.spelling import parse_options
 
 app = typer.Typer(
     help="LODO's laboratory: the paper's experiments, each in one command.",
@@ -214,7 +214,7 @@ def tune(
     storage: the same command continues it, and Optuna's own tools read it.
     """
     from lodo.lab.tuning.outcome import conduct as conduct_search  # which take a second to import
-    from lodo.lab.tuning.report import write
+    from lodo.lab.tuning.report import write_outcome
     from lodo.lab.tuning.search import plan
     from lodo.lab.tuning.study import without_password
 
@@ -247,7 +247,7 @@ def tune(
                 workers=workers,
                 scheduler=scheduler,
             )
-        written = write(outcome, address, out / "tune" / search.name, console)
+        written = write_outcome(outcome, address, out / "tune" / search.name, console)
         experiment = next((e.name for e in CATALOG.values() if e.task == search.task), search.task)
         console.print(
             f"use them: lodo run {experiment} --hyperparameters {written}",
@@ -265,7 +265,7 @@ def theory(
     out: Annotated[Path, typer.Option(help="Folder for numbers, words and figures.")] = Path("results"),
 ) -> None:
     """Check the paper's theory by computation: what holds, under which conditions, and where it stops holding."""
-    from lodo.lab.theory.report import write as write_finding
+    from lodo.lab.theory.report import write_finding
 
     console = Console()
     with _errors_in_words(console, "what was finished is kept"):
@@ -311,8 +311,8 @@ def compare(
 
     For a task of your own see lodo.lab.compare.
     """
-    from lodo.lab.comparing import write_comparison
-    from lodo.lab.page.results import find
+    from lodo.lab.comparison import write_comparison
+    from lodo.lab.page.results import read_results
 
     console = Console()
     kept = "finished runs and checkpoints are kept: the same command continues from here"
@@ -328,7 +328,7 @@ def compare(
             hyperparameters=hyperparameters,
         )
         conduct(experiment, request, out, workers=workers, scheduler=scheduler, console=console)
-        write_comparison(find(experiment, out), page, out, console)
+        write_comparison(read_results(experiment, out), page, out, console)
 
 
 @app.command(no_args_is_help=True)
@@ -341,7 +341,7 @@ def report(
     The page needs no network and no other file. What is missing says which command makes it.
     """
     from lodo.lab.page.render import write_page
-    from lodo.lab.page.sections import parts
+    from lodo.lab.page.report import section_readers
 
     console = Console()
     with _errors_in_words(console, "nothing was written"):
@@ -349,7 +349,7 @@ def report(
             raise ValueError(f"RUNS must be a folder of results, got {str(runs)!r}")
         runs = runs.parent if any(runs.glob("*.parquet")) else runs  # the curves themselves were named
         with Progress(console=console) as progress:
-            waiting = parts(runs)
+            waiting = section_readers(runs)
             bar = progress.add_task("reading", total=len(waiting))
             sections = []
             for name, read in waiting:

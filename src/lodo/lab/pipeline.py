@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,7 +19,6 @@ from lodo.lab.experiments.base import Experiment, Plan, Request, Results, enviro
 from lodo.lab.files import write_atomically
 from lodo.lab.run import Run
 from lodo.lab.show import tables
-from lodo.lab.show.figures import look, save
 
 
 def conduct(
@@ -88,13 +86,11 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
 
 
 def _draw(experiment: Experiment, request: Request, results: Results, folder: Path) -> list[Path]:
-    """Write the figures; returns the pictures."""
-    with look():
-        figures = experiment.figures(request, results)
-        for figure in figures.values():
-            title = textwrap.fill(f"{experiment.title}: {experiment.size(request)}", int(13 * figure.get_figwidth()))
-            figure.suptitle(title, fontsize="small", color="0.4")
-        return [save(figure, folder / name)[0] for name, figure in figures.items()]
+    """Write the figures; returns the PNG files."""
+    from lodo.lab.show.draw import write_figures  # Matplotlib takes a second to import
+
+    figures = [*experiment.figures(request, results), *experiment.draw_pictures(request, results)]
+    return write_figures(figures, folder, f"{experiment.title}: {experiment.size(request)}")
 
 
 def _timings(results: Results) -> dict[str, float]:

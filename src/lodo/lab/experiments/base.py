@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from lodo._checks import check_int, check_real
 from lodo.lab import data
 from lodo.lab.experiments.catalog import Entry
 from lodo.lab.optimizers import Choice, hyperparameters, parse, with_settings
 from lodo.lab.run import Curve, Run
-from lodo.lab.show.plots import Paths, Plot, learning_curves
+from lodo.lab.show.plots import Figure
 from lodo.lab.show.tables import Row
 
 
@@ -48,6 +47,11 @@ class Request:
             raise ValueError(f"optimizers must be named once each, got {', '.join(labels)}")
 
     @property
+    def first_axis(self) -> str | None:
+        """The x axis that learning curves are shown over at first; the usual one if None."""
+        return "seconds" if self.seconds else None
+
+    @property
     def track_every(self) -> int:
         """Steps between measurements: a hundred of them in a run."""
         return max(1, self.evaluations // 100) if self.evaluations else 1000
@@ -74,7 +78,7 @@ class Experiment(ABC):
     optimizers: str  # as on the command line
     tracks: ClassVar[bool] = True  # whether it shows what tasks measure on the way
     quick_task: ClassVar[Mapping[str, Any]] = {}  # options of the task that belong to the quick size
-    pictures: ClassVar[tuple[str, ...]] = ()  # figures that the page shows as they are, having no plots of them
+    pictures: ClassVar[tuple[str, ...]] = ()  # the names of the figures that `draw_pictures` may make
     row: ClassVar[type[Row]] = Row  # of its table
     least: ClassVar[int] = 1  # runs that a cell must have to be shown
 
@@ -134,17 +138,16 @@ class Experiment(ABC):
         """The table."""
 
     @abstractmethod
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        """The figures, by file name."""
+    def figures(self, request: Request, results: Results) -> list[Figure]:
+        """The figures; results may be a part of what was planned."""
+
+    def draw_pictures(self, request: Request, results: Results) -> list[Figure]:
+        """Figures that take long to make: they are made when the experiment is run, and the page shows their files."""
+        return []
 
     @abstractmethod
     def sentence(self, rows: Sequence[Row]) -> str:
         """What was shown, in one sentence."""
-
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
-        """What the page draws, for the reader to turn and twist; results may be a part of what was planned."""
-        first = "seconds" if request.seconds else "step"
-        return [learning_curves(f"{self.name}-curves", "Learning curves", by_label(results), first=first, log_y=True)]
 
     def notes(self, request: Request, results: Results) -> list[str]:
         """What a reader of the table must know."""
@@ -186,10 +189,10 @@ class Experiment(ABC):
             track_every=request.track_every if self.tracks else 0,
         )
 
-    def by_choice(self, request: Request) -> Plan:
+    def by_choice(self, request: Request, **task_options: Any) -> Plan:
         """One cell for every optimizer."""
         return {
-            Cell(choice.label): [self.make_run(choice, seed, request) for seed in range(request.seeds)]
+            Cell(choice.label): [self.make_run(choice, seed, request, **task_options) for seed in range(request.seeds)]
             for choice in request.choices
         }
 

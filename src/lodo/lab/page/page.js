@@ -67,15 +67,20 @@
     `rgba(${[1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",")},${alpha})`;
   const hue = (line) => (dark() ? line.dark : line.light);
 
-  function swatch(line, marks) {
-    const dash = { solid: "none", dot: "2 3" }[line.dash] ?? line.dash.replaceAll("px", "");
+  const SYMBOLS = { circle: "circle", ring: "circle-open", bar: "line-ns-open", cross: "x-thin-open", star: "star", dash: "line-ew-open" };
+
+  function swatch(line) {
+    const dash = { solid: "none", dot: "2 3", dash: "6 3" }[line.dash] ?? line.dash.replaceAll("px", "");
     const box = element("span");
-    const shape = marks === "markers" ? '<circle cx="13" cy="6" r="4"/>'
-      : `<path d="M0 6H26" fill="none" stroke-width="2.5" stroke-dasharray="${dash}"/>`;
+    const shape = {
+      points: line.symbol === "ring" ? '<circle class="ring" cx="13" cy="6" r="4" fill="none" stroke-width="1.5"/>'
+        : line.symbol === "bar" ? '<path d="M13 1V11" stroke-width="2"/>' : '<circle cx="13" cy="6" r="4"/>',
+      area: '<rect x="2" y="2" width="22" height="8"/>',
+    }[line.mark] ?? `<path d="M0 6H26" fill="none" stroke-width="2.5" stroke-dasharray="${dash}"/>`;
     box.innerHTML = `<svg width="26" height="12" aria-hidden="true">${shape}</svg>`;
     const recolour = () => {
-      for (const part of box.querySelectorAll("path")) part.setAttribute("stroke", hue(line));
-      for (const part of box.querySelectorAll("circle")) part.setAttribute("fill", hue(line));
+      for (const part of box.querySelectorAll("path, .ring")) part.setAttribute("stroke", hue(line));
+      for (const part of box.querySelectorAll("circle:not(.ring), rect")) part.setAttribute("fill", hue(line));
     };
     recolour();
     drawn.push(recolour);
@@ -88,7 +93,7 @@
     const entries = [...new Map(data.lines.map((line) => [line.label, line])).values()];
     const items = entries.map((line) => {
       const box = element("input", { type: "checkbox", checked: true });
-      const item = element("label", {}, box, swatch(line, data.marks), element("span", {}, line.label));
+      const item = element("label", {}, box, swatch(line), element("span", {}, line.label));
       if (line.note) item.append(element("small", {}, line.note));
       const show = (on) => {
         box.checked = on;
@@ -151,33 +156,59 @@
     return { canvas, reading };
   }
 
-  function lines(figure, data) {
-    const state = { x: Object.keys(data.axes)[0], logX: data.logX, logY: data.logY, bands: true, focus: true };
+  // An axis of a plot: its scale, the part that is shown at first, its ticks and its direction.
+  function scale(label, wanted, log, close, more) {
+    const range = close && wanted.range && (!log || wanted.range[0] > 0)
+      ? (log ? wanted.range.map(Math.log10) : [...wanted.range]) : null;
+    const direction = wanted.reversed ? (range ? { range: range.toReversed() } : { autorange: "reversed" })
+      : (range ? { range } : {});
+    const ticks = wanted.ticks
+      ? { tickmode: "array", tickvals: wanted.ticks.map(([at]) => at), ticktext: wanted.ticks.map(([, text]) => text) } : {};
+    return axis(label, { type: log ? "log" : "linear", ...ticks, ...direction, ...more });
+  }
+
+  function plot(figure, data) {
+    const state = { x: Object.keys(data.choices)[0], logX: data.x.log, logY: data.y.log, bands: true, close: true };
     const hidden = new Set();
     const { canvas, reading } = stage(figure, data);
-    const along = (line) => line.x[state.x] ?? line.x[Object.keys(data.axes)[0]];
-    const banded = data.lines.some((line) => line.low);
-    const every = data.focus ?? data.lines.flatMap((line) => line.y.filter((y) => y !== null && y > 0));
+    const along = (line) => line.x[state.x] ?? line.x[Object.keys(data.choices)[0]];
+    const banded = data.lines.some((line) => line.low && line.mark !== "area");
+    const pointed = data.lines.some((line) => line.names);
+    const every = data.y.range ?? data.lines.flatMap((line) => line.y.filter((y) => y !== null && y > 0));
     const wide = every.some((y) => y > 1e6 || y < 1e-3); // plain numbers would be too long
+    const longest = Math.max(...data.lines.flatMap((line) => Object.values(line.x)[0]));
     let shown = [];
+
+    function outline(line, x, strength) {
+      return {
+        x: [...x, ...x.toReversed()], y: [...line.high, ...line.low.toReversed()], fill: "toself", mode: "lines",
+        line: { width: 0 }, fillcolor: tint(hue(line), strength), hoverinfo: "skip",
+      };
+    }
 
     function traces() {
       const made = [];
       shown = [];
       for (const line of data.lines.filter((each) => !hidden.has(each.label) && each.y.length)) {
         const x = along(line);
-        if (line.low && state.bands) {
-          made.push({
-            x: [...x, ...x.toReversed()], y: [...line.high, ...line.low.toReversed()], fill: "toself", mode: "lines",
-            line: { width: 0 }, fillcolor: tint(hue(line), 0.2), hoverinfo: "skip",
-          });
-        }
-        shown.push({ label: line.label, x, y: line.y, trace: made.length });
-        const spread = line.low ? line.y.map((y, i) => ` ± ${short(line.high[i] - y)}`) : line.y.map(() => "");
+        const area = line.mark === "area";
+        if (area) made.push(outline(line, x, 0.5));
+        else if (line.low && line.mark === "line" && state.bands) made.push(outline(line, x, 0.2));
+        const y = area ? line.high : line.y;
+        shown.push({ label: line.label, x, y, trace: made.length });
+        const spread = line.low && !area ? y.map((each, i) => ` ± ${short(line.high[i] - each)}`) : y.map(() => "");
+        const bars = line.low && !area && line.mark !== "line" && state.bands ? {
+          error_y: {
+            type: "data", symmetric: false, array: y.map((each, i) => line.high[i] - each),
+            arrayminus: y.map((each, i) => each - line.low[i]), color: hue(line), thickness: 1.5, width: 0,
+          },
+        } : {};
         made.push({
-          x, y: line.y, name: line.label, mode: data.marks, customdata: spread, text: line.text ?? null,
-          line: { color: hue(line), width: line.label === "LODO" ? 3 : 2, dash: line.dash }, marker: { color: hue(line), size: 8 },
-          hovertemplate: line.text ? "<b>%{text}</b><br>%{y:.4g} at %{x:.4g}<extra>%{fullData.name}</extra>"
+          x, y, name: line.label, mode: { points: "markers", both: "lines+markers" }[line.mark] ?? "lines",
+          customdata: spread, text: line.names ?? null, ...bars,
+          line: { color: hue(line), width: line.label === "LODO" ? 3 : 2, dash: line.dash },
+          marker: { color: hue(line), size: 1.8 * line.size, symbol: SYMBOLS[line.symbol], line: { color: hue(line), width: 1.5 } },
+          hovertemplate: line.names ? "<b>%{text}</b><br>%{y:.4g} at %{x:.4g}<extra>%{fullData.name}</extra>"
             : "%{y:.4g}%{customdata}<extra>%{fullData.name}</extra>",
         });
       }
@@ -185,20 +216,22 @@
     }
 
     function draw() {
-      const log = (on) => (on ? "log" : "linear");
-      const range = state.focus && data.focus
-        ? (state.logY ? (data.focus[0] > 0 ? data.focus.map(Math.log10) : null) : data.focus) : null;
       const levels = Object.entries(data.levels);
       Plotly.react(canvas, traces(), layout({
-        hovermode: shown.length > 14 || data.marks === "markers" || innerWidth < 640 ? "closest" : "x unified",
+        hovermode: shown.length > 14 || pointed || innerWidth < 640 ? "closest" : "x unified",
         uirevision: JSON.stringify(state),
-        xaxis: axis(data.axes[state.x], { type: log(state.logX), hoverformat: ".5~g" }),
-        yaxis: axis(data.y, {
-          type: log(state.logY), exponentformat: wide ? "power" : "none", showspikes: false, ...(range ? { range } : {}),
+        xaxis: scale(data.choices[state.x], data.x, state.logX, state.close, {
+          hoverformat: ".5~g", ...(data.x.whole ? { dtick: Math.ceil(longest / 10) || 1 } : {}),
         }),
-        shapes: levels.map(([, y]) => ({
+        yaxis: scale(data.y.label, data.y, state.logY, state.close, {
+          exponentformat: wide ? "power" : "none", showspikes: false,
+        }),
+        shapes: [...levels.map(([, y]) => ({
           type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour("--ink"), width: 1.2, dash: "dot" },
-        })),
+        })), ...data.shades.map((shade) => ({
+          type: "rect", xref: "paper", x0: 0, x1: 1, y0: shade.low, y1: shade.high, line: { width: 0 },
+          fillcolor: tint(hue(shade), 0.18), layer: "below",
+        }))],
         annotations: levels.map(([name, y]) => ({
           text: name, xref: "paper", x: 1, xanchor: "right", yanchor: "bottom", showarrow: false,
           y: state.logY ? Math.log10(y) : y, font: { size: 12 },
@@ -209,20 +242,40 @@
     const set = (name) => (value) => { state[name] = value; draw(); };
     const titles = { step: "step", evaluations: "evaluation", seconds: "second" };
     const controls = element("div", { class: "controls" });
-    if (Object.keys(data.axes).length > 1) {
-      const options = Object.fromEntries(Object.keys(data.axes).map((name) => [name, titles[name] ?? name]));
+    if (Object.keys(data.choices).length > 1) {
+      const options = Object.fromEntries(Object.keys(data.choices).map((name) => [name, titles[name] ?? name]));
       controls.append(choice("by", `x-${figure.dataset.plot}`, options, state.x, set("x")));
     }
-    controls.append(tick("log x", state.logX, set("logX")), tick("log y", state.logY, set("logY")));
+    if (!data.x.ticks) controls.append(tick("log x", state.logX, set("logX")));
+    if (!data.y.ticks) controls.append(tick("log y", state.logY, set("logY")));
     if (banded) controls.append(tick("spread", true, set("bands")));
-    if (data.focus) controls.append(tick("close up", true, set("focus")));
+    if (data.x.range || data.y.range) controls.append(tick("close up", true, set("close")));
+    canvas.style.height = data.y.ticks ? `${Math.max(16, 6 + 1.5 * data.y.ticks.length)}rem` : "";
     figure.append(controls, legend(data, hidden, draw), canvas, reading);
     draw();
     drawn.push(draw);
     walkable(canvas, reading, () => shown);
   }
 
-  function paths(figure, data) {
+  // A matrix, red above zero and blue below; darkness may go with the logarithm of large values.
+  function heat(figure, data) {
+    const { canvas, reading } = stage(figure, data);
+    const z = data.colors ?? data.values;
+    const largest = Math.max(...z.flat().map(Math.abs));
+    const draw = () => Plotly.react(canvas, [{
+      type: "heatmap", z, customdata: data.values, zmin: -largest, zmax: largest, showscale: false,
+      colorscale: [[0, "#2166ac"], [0.5, colour("--paper")], [1, "#b2182b"]],
+      hovertemplate: "row %{y}, column %{x}: %{customdata:.3g}<extra></extra>",
+    }], layout({
+      xaxis: axis(data.x, { showgrid: false, constrain: "domain" }),
+      yaxis: axis("", { showgrid: false, autorange: "reversed", scaleanchor: "x", constrain: "domain" }),
+    }), settings);
+    figure.append(canvas, reading);
+    draw();
+    drawn.push(draw);
+  }
+
+  function contours(figure, data) {
     const state = { step: data.first };
     const hidden = new Set();
     const { canvas, reading } = stage(figure, data);
@@ -232,7 +285,7 @@
     function draw() {
       const grey = dark() ? "#4a525c" : "#c4cad1";
       const made = [{
-        type: "contour", ...data.contour, contours: { coloring: "none", start: -2.1, end: 1.2, size: 0.3 },
+        type: "contour", ...data.contour, contours: { coloring: "none", ...data.levels },
         line: { color: grey, width: 1 }, showscale: false, hoverinfo: "skip",
       }];
       shown = [];
@@ -302,7 +355,7 @@
     const [plots, library] = await Promise.all([unpack("plots"), unpack("plotly")]);
     document.head.append(element("script", {}, library));
     const data = JSON.parse(plots);
-    const draw = (figure) => ({ lines, paths })[data[figure.dataset.plot].kind](figure, data[figure.dataset.plot]);
+    const draw = (figure) => ({ plot, contours, heat })[data[figure.dataset.plot].kind](figure, data[figure.dataset.plot]);
     const watcher = new IntersectionObserver((entries) => {
       for (const { isIntersecting, target } of entries) {
         if (!isIntersecting) continue;

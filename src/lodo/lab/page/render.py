@@ -1,4 +1,4 @@
-"""One self-contained HTML page: tables, plots, pictures, commands. It needs no network and no other file."""
+"""Writes one self-contained HTML page of tables, figures and commands. It needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
@@ -17,7 +18,6 @@ from markupsafe import Markup
 from lodo import __version__
 from lodo.lab.files import write_atomically
 from lodo.lab.show import tables
-from lodo.lab.show.plots import Paths, Plot
 from lodo.lab.show.tables import Row
 
 
@@ -49,16 +49,16 @@ class Section:
     Args:
         name: its address on the page.
         title: its heading.
-        shows: what it is, in a sentence.
+        shows: what it shows, in a sentence.
         about: how much was run.
-        says: what was found, in a sentence.
-        rows: its tables.
+        says: the result, in a sentence.
+        rows: the rows of its tables.
         words: further text, from Markdown.
-        plots: what the reader can turn and twist.
-        pictures: what is shown as it is.
+        figures: interactive figures, as `lodo.lab.show.interactive.as_json` makes them.
+        pictures: images that are shown as they are.
         notes: what a reader of the tables must know.
         gaps: what is missing.
-        command: what makes it again.
+        command: the command that repeats it.
         made_with: versions and machines of its runs.
     """
 
@@ -69,7 +69,7 @@ class Section:
     says: str = ""
     rows: Sequence[Row] = ()
     words: Markup = field(default_factory=Markup)
-    plots: Sequence[Plot | Paths] = ()
+    figures: Sequence[Mapping[str, Any]] = ()
     pictures: Sequence[Picture] = ()
     notes: Sequence[str] = ()
     gaps: Sequence[Gap] = ()
@@ -79,7 +79,7 @@ class Section:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to see yet."""
-        return not (self.rows or self.plots or self.pictures or self.words)
+        return not (self.rows or self.figures or self.pictures or self.words)
 
     @property
     def tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, list[Row]]]]]:
@@ -87,10 +87,10 @@ class Section:
         return [(metric, group[0].columns, tables.by_section(group)) for metric, group in tables.by_metric(self.rows)]
 
 
-def markdown(text: str, folder: Path) -> Markup:
+def html_of(text: str, folder: Path) -> Markup:
     """Markdown as HTML, with the pictures of its folder inside; HTML within it is shown as text.
 
-    >>> markdown("**Holds.** <b>", Path())
+    >>> html_of("**Holds.** <b>", Path())
     Markup('<p><strong>Holds.</strong> &lt;b&gt;</p>\\n')
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -111,14 +111,19 @@ def write_page(path: Path, title: str, sections: Sequence[Section], source: str)
         sections: its parts, in order.
         source: what it was made from, in words.
     """
-    write_atomically(path, render(title, sections, source).encode())
+    write_atomically(path, render_page(title, sections, source).encode())
 
 
-def render(title: str, sections: Sequence[Section], source: str) -> str:
+def render_page(title: str, sections: Sequence[Section], source: str) -> str:
     """The page as text."""
     loader = PackageLoader("lodo.lab.page", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    plots = {plot.name: plot.data for section in sections for plot in section.plots}
+    plots = {
+        f"{section.name}-{panel['name']}": panel
+        for section in sections
+        for figure in section.figures
+        for panel in figure["panels"]
+    }
     return environment.get_template("page.html").render(
         title=title,
         sections=sections,
@@ -148,5 +153,5 @@ def _plotly() -> str:
 
 
 def _own(name: str) -> Markup:
-    """A file of the page's own, which goes in as it is."""
+    """A file of this package, which goes into the page as it is."""
     return Markup(resources.files("lodo.lab.page").joinpath(name).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a folder of results holds: of every experiment its request, its curves as far as they are there, its table."""
+"""Reads what a folder holds of an experiment: the request, the curves that are there, the table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lodo.lab.experiments.base import Experiment, Plan, Request, Results
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.optimizers import Choice
 from lodo.lab.run import Curve, Run, load
 from lodo.lab.show.tables import Row
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
-    """An experiment as far as it is there.
+class StoredResults:
+    """What is stored of an experiment.
 
     Args:
-        experiment: which one.
-        request: what was asked for, if anything was.
+        experiment: the experiment.
+        request: what was asked for; None if it was never run.
         results: the curves of every cell that has enough of them: its first seeds, without a gap.
-        rows: its table, from the curves, or from the summary of a folder whose curves are gone.
+        rows: its table, from the curves, or from the summary if the curves are gone.
         missing: runs that were planned and are not there.
     """
 
@@ -41,12 +41,12 @@ class Found:
 
     @property
     def curves(self) -> Iterator[Curve]:
-        """All of them."""
+        """All curves of all cells."""
         return (curve for curves in self.results.values() for curve in curves)
 
 
-def find(experiment: Experiment, folder: Path) -> Found:
-    """What a folder has of an experiment: what its summary says was asked for, else its usual sizes.
+def read_results(experiment: Experiment, folder: Path) -> StoredResults:
+    """What a folder has of an experiment, for the request in its summary or else for its usual sizes.
 
     A summary alone is enough for the table; curves alone are enough for everything.
     """
@@ -56,10 +56,10 @@ def find(experiment: Experiment, folder: Path) -> Found:
     for request in [asked] if asked else usual:
         results, missing = _curves(experiment, request, folder / "runs")
         if results:
-            return Found(experiment, request, results, experiment.rows(request, results), missing)
+            return StoredResults(experiment, request, results, experiment.rows(request, results), missing)
     if summary is None or asked is None:
-        return Found(experiment)
-    return Found(experiment, asked, rows=_rows(experiment, summary.get("rows")), missing=missing)
+        return StoredResults(experiment)
+    return StoredResults(experiment, asked, rows=_rows(experiment, summary.get("rows")), missing=missing)
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
@@ -75,7 +75,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def read_request(settings: Any) -> Request | None:
-    """A request as a summary has it, or None if it is not one.
+    """The request in the settings of a summary, or None if they are not those of a request.
 
     >>> read_request({"evaluations": 10, "seconds": None, "seeds": 1, "choices": [{"optimizer": "lodo"}]}).seeds
     1
@@ -100,16 +100,27 @@ def _curves(experiment: Experiment, request: Request, runs: Path) -> tuple[Resul
     """The curves of every cell up to its first seed that is not there, and the runs that are not."""
     most: tuple[Results, list[Run]] = ({}, [])
     for plan in _plans(experiment, request, runs):
-        results, missing = {}, []
+        results: dict[Cell, list[Curve]] = {}
+        missing: list[Run] = []
         for cell, planned in plan.items():
             curves = [load(run, runs) for run in planned]
             missing += [run for run, curve in zip(planned, curves, strict=True) if curve is None]
-            first = [curve for curve in curves[: curves.index(None) if None in curves else None] if curve is not None]
+            first = _until_missing(curves)
             if len(first) >= experiment.least:
                 results[cell] = first
         if len(results) > len(most[0]) or not most[1]:
             most = results, missing
     return most
+
+
+def _until_missing(curves: Sequence[Curve | None]) -> list[Curve]:
+    """The first curves, up to one that is not there."""
+    first: list[Curve] = []
+    for curve in curves:
+        if curve is None:
+            break
+        first.append(curve)
+    return first
 
 
 def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Plan]:
@@ -122,7 +133,7 @@ def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Pla
 
 
 def digests(runs: Path, task: str) -> set[str]:
-    """Of the data that the runs of a task were made with."""
+    """The digests of the data that the runs of a task were made with."""
     every = map(_about, runs.glob(f"{task}-*.parquet"))
     options = (about.get("settings", {}).get("task_options", {}) for about in every)
     return {str(one["digest"]) for one in options if "digest" in one}

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lodo import LODO, Mixing
-from lodo.lab.show.figures import canvas
+from lodo.lab.show.draw import canvas
 
 _MAP = "RdBu_r"
 _WIRE, _REACHED = "0.8", "#0072b2"

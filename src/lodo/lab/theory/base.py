@@ -1,13 +1,14 @@
-"""What every part of the theory returns: claims with their evidence, and figures."""
+"""What every part of the theory returns: claims, the evidence for them, and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
+
+from lodo.lab.show.plots import Figure
 
 Matrix = np.ndarray
 
@@ -31,13 +32,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """One part of the theory: its claims, its numbers and its figures, by file name."""
+    """One part of the theory: its claims, its numbers and its figures."""
 
     name: str
     title: str
     claims: tuple[Claim, ...]
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    figures: Sequence[Figure] = ()
 
 
 def rotation(n: int, rng: np.random.Generator) -> Matrix:
@@ -58,7 +59,7 @@ def symmetric(spectrum: np.ndarray, rng: np.random.Generator) -> Matrix:
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
-    """Of y over x on logarithmic scales: the power that fits.
+    """The slope of y over x on logarithmic scales: the power that fits best.
 
     >>> round(slope(np.array([1.0, 2.0, 4.0]), np.array([3.0, 12.0, 48.0])), 6)
     2.0

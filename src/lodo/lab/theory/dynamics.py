@@ -11,15 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from scipy.integrate import solve_ivp
 from scipy.linalg import solve_discrete_lyapunov
 
 from lodo import LODO
-from lodo.lab.show.figures import canvas
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
+from lodo.lab.show.styles import BLACK, BLUE, BLUES, GREEN, GREY, ORANGE, Style
 from lodo.lab.theory.base import Claim, Finding, Matrix, slope, symmetric
-
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#7f7f7f"
 
 
 class Trajectory(NamedTuple):
@@ -207,7 +205,7 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
         _rates(H, A, np.eye(n)),
         _theorem(H, A, rng, quick),
     )
-    figures = {"dynamics": parts[1][2], "dynamics-theorem": parts[4][2]}
+    figures = [parts[1][2], parts[4][2]]
     numbers = {name: value for _, values, *_ in parts for name, value in values.items()}
     return Finding("dynamics", "Learning the inverse Hessian", tuple(part[0] for part in parts), numbers, figures)
 
@@ -241,27 +239,43 @@ def _averages(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tu
     chance = np.array([3 * float(error.max() / np.abs(path[0]).max()) for error in errors])
     off = np.array([float(np.abs(mean - path).max() / np.abs(path[0]).max()) for mean in means])
     end = float(np.linalg.norm(path[-1]) / np.linalg.norm(path[0]))
-    figure, (left, middle, right) = canvas(3, size=(4.2, 3.6))
-    for mean, alpha, color in zip(means, alphas, ("#cfe3f0", "#8fc1de", "#4a97c5", _BLUE), strict=False):
-        left.plot(times, scaled_error(H, mean), "o", ms=4, color=color, label=f"mean of runs, alpha = {alpha:g}")
     fine = np.linspace(0, times[-1], 100)
-    left.plot(fine, scaled_error(H, flow(H, A, np.eye(n), fine)), color="black", lw=1, label="the equation")
-    left.set(xlabel="alpha t", ylabel="|| B D^-1 ||_F", title="The error falls as the equation says", yscale="log")
-    left.legend(fontsize="x-small")
-    middle.plot(alphas, off, "o-", color=_BLUE, label="measured")
-    middle.plot(alphas, chance, "o:", color=_GREY, label="three standard errors of the mean")
-    middle.set(xlabel="alpha", xscale="log", yscale="log", title="... as far as runs can tell")
-    middle.set(ylabel="largest difference, of A_0")
-    middle.set_xticks(alphas, [f"{alpha:g}" for alpha in alphas])
-    middle.xaxis.minorticks_off()
-    middle.legend(fontsize="x-small")
+    flowing = flow(H, A, np.eye(n), fine)
+    falling = [
+        Line(f"mean of runs, alpha = {alpha:g}", times, scaled_error(H, mean), style=Style(color), mark="points")
+        for mean, alpha, color in zip(means, alphas, BLUES[-len(alphas) :], strict=True)
+    ]
+    falling.append(Line("the equation", fine, scaled_error(H, flowing), style=Style(BLACK, width=1)))
+    differing = [
+        Line("measured", alphas, off, style=Style(BLUE), mark="both"),
+        Line("three standard errors of the mean", alphas, chance, style=Style(GREY, ":"), mark="both"),
+    ]
     D, U = np.linalg.eigh(H)
-    inside = np.stack([np.abs(np.diag(U.T @ a @ U)) for a in flow(H, A, np.eye(n), fine)])
-    for i, color in enumerate(np.linspace(0.2, 1.0, n)):
-        right.plot(fine, inside[:, i], color=(0.0, 0.45 * color, 0.7 * color), label=f"curvature {D[i]:.2g}")
-    right.set(xlabel="alpha t", ylabel="| B_ii |", yscale="log", title="Steep directions are learned first")
-    right.set_ylim(1e-10, 1e3)  # below are errors of the integration
-    right.legend(fontsize="x-small", loc="upper right", ncols=2)
+    inside = np.stack([np.abs(np.diag(U.T @ a @ U)) for a in flowing])
+    directions = [
+        Line(f"curvature {D[i]:.2g}", fine, inside[:, i], style=Style(_shade_of_blue(strength)))
+        for i, strength in enumerate(np.linspace(0.2, 1.0, n))
+    ]
+    time = Axis("alpha t")
+    ticks = {float(alpha): f"{alpha:g}" for alpha in alphas}
+    panels = [
+        Plot("error", "The error falls as the equation says", time, Axis("‖B D⁻¹‖", log=True), falling),
+        Plot(
+            "difference",
+            "... as far as runs can tell",
+            Axis("alpha", log=True, ticks=ticks),
+            Axis("largest difference, of A₀", log=True),
+            differing,
+        ),
+        Plot(
+            "directions",
+            "Steep directions are learned first",
+            time,
+            Axis("|Bᵢᵢ|", log=True, range=(1e-10, 1e3)),  # below are errors of the integration
+            directions,
+        ),
+    ]
+    figure = Figure("dynamics", panels, columns=3, size=(4.2, 3.6))
     power = slope(alphas, off)
     claim = Claim(
         "For small alpha, A follows dA/dt = -H A (sum A^n E[s s^T] A^nT) H^2, and G approaches H^-1.",
@@ -274,6 +288,11 @@ def _averages(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tu
         "direction's rate is the cube of its curvature.",
     )
     return claim, {"flow_differences": dict(zip(map(str, alphas.tolist()), off.tolist(), strict=True))}, figure
+
+
+def _shade_of_blue(strength: float) -> str:
+    """From nearly black at 0 to blue at 1."""
+    return f"#00{round(255 * 0.45 * strength):02x}{round(255 * 0.7 * strength):02x}"
 
 
 def _monotone(H: Matrix, A: Matrix, rng: np.random.Generator, starts: int) -> tuple[Claim, dict[str, float]]:
@@ -321,11 +340,9 @@ def _theorem(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tup
     alphas = R * np.array([1e-2, 1e-3] if quick else [3e-2, 1e-2, 3e-3, 1e-3])
     shares = np.array([0.03, 0.1, 0.3, 1.0])
     runs = 5 if quick else 20
-    figure, (left, right) = canvas(2, size=(4.6, 3.6))
+    close = []
     worst, deviations = 0.0, np.empty((len(alphas), len(shares)))
-    for i, (alpha, color) in enumerate(
-        zip(alphas, ("#cfe3f0", "#8fc1de", "#4a97c5", _BLUE)[-len(alphas) :], strict=True)
-    ):
+    for i, (alpha, color) in enumerate(zip(alphas, BLUES[-len(alphas) :], strict=True)):
         bound = Bound(H, A, radius, float(alpha))
         steps = np.maximum(1, (shares * bound.R / alpha).astype(int))
         found = np.zeros(len(shares))
@@ -339,14 +356,12 @@ def _theorem(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tup
             worst = max(worst, float((whole / bound(r)).max()))
         deviations[i] = found / (shares * bound.R)
         seen = deviations[i] > 0  # nothing has parted in the very first steps
-        left.plot(shares[seen], deviations[i][seen], "o-", color=color, label=f"alpha = {alpha / R:.0e} R")
+        label = f"alpha = {alpha / R:.0e} R"
+        close.append(Line(label, shares[seen], deviations[i][seen], style=Style(color), mark="both"))
     fine = np.geomspace(shares[0], 1, 50)
     bound = Bound(H, A, radius, float(alphas[-1]))
-    left.plot(fine, bound(fine * bound.R) / (fine * bound.R), color=_ORANGE, ls="--", label="the proof's bound")
-    left.set(
-        xlabel="r / R", ylabel="|| A - A' ||_2 / r", xscale="log", yscale="log", title="The frozen dynamics stay close"
-    )
-    left.legend(fontsize="x-small")
+    allowed = bound(fine * bound.R) / (fine * bound.R)
+    close.append(Line("the proof's bound", fine, allowed, style=Style(ORANGE, "--")))
     alpha = 0.002
     beyond = np.geomspace(0.1, 10.0 if quick else 30.0, 7)
     s = in_ball(radius, (int(beyond[-1] / alpha), len(H)), rng)
@@ -354,10 +369,16 @@ def _theorem(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tup
     steps = (beyond / alpha).astype(int)
     gaps = np.linalg.norm(true.A[steps] - frozen.A[steps], 2, axis=(1, 2))
     moved = np.linalg.norm(true.A[steps] - A, 2, axis=(1, 2))
-    right.plot(beyond, gaps, "o-", color=_ORANGE, label="|| A - A' ||_2")
-    right.plot(beyond, moved, "o-", color=_GREEN, label="|| A - A_0 ||_2")
-    right.set(xlabel="r", xscale="log", yscale="log", title=f"... and part when A has moved (R = {R:.2g})")
-    right.legend(fontsize="x-small")
+    part = [
+        Line("‖A - A'‖₂", beyond, gaps, style=Style(ORANGE), mark="both"),
+        Line("‖A - A₀‖₂", beyond, moved, style=Style(GREEN), mark="both"),
+    ]
+    panels = [
+        Plot(
+            "close", "The frozen dynamics stay close", Axis("r / R", log=True), Axis("‖A - A'‖₂ / r", log=True), close
+        ),
+        Plot("part", f"... and part when A has moved (R = {R:.2g})", Axis("r", log=True), Axis(log=True), part),
+    ]
     shrinks = bool((deviations[-1][:-1] < deviations[-1][1:]).all())
     claim = Claim(
         "||A - A'||_2 / r vanishes as alpha and then r go to 0, and stays under the proof's bound up to r = R.",
@@ -368,4 +389,5 @@ def _theorem(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tup
         f"The bound is far from tight, and R is short. At r = {beyond[-1]:g} A has moved by {moved[-1]:.2f} and the "
         f"frozen dynamics are off by {gaps[-1]:.2f}, so that t_0 has to be renewed on the way, as the paper says.",
     )
+    figure = Figure("dynamics-theorem", panels, columns=2, size=(4.6, 3.6))
     return claim, {"R": R, "largest_share_of_the_bound": worst}, figure

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
-from lodo.lab.show.figures import canvas
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
+from lodo.lab.show.styles import BLUE, BLUES, GREEN, ORANGE, Style
 from lodo.lab.theory.base import Claim, Finding, Matrix
 from lodo.lab.theory.pairings import exact_epsilon, sampled_epsilon
 from lodo.lab.theory.represent import product, represent, route
 
-_COLORS = {4: "#8fc1de", 6: "#0072b2", 8: "#d55e00", 10: "#009e73"}
+_COLORS = {4: BLUES[1], 6: BLUE, 8: ORANGE, 10: GREEN}
 
 
 class Mixed(NamedTuple):
@@ -114,7 +114,6 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
     ]
     epsilon, numbers = _epsilon(mixing)
     reach, reach_numbers = _reach(mixing)
-    figure = _draw_mixing(mixing)
     built, built_numbers, built_figure = _construction(rng, quick)
     families, family_numbers = _families(rng)
     return Finding(
@@ -122,7 +121,7 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
         "What the network can represent",
         (epsilon, reach, built, families),
         {**numbers, **reach_numbers, **built_numbers, **family_numbers},
-        {"expressiveness": figure, "expressiveness-represent": built_figure},
+        [_mixing_figure(mixing), built_figure],
     )
 
 
@@ -172,25 +171,28 @@ def _reach(mixing: list[Mixed]) -> tuple[Claim, dict[str, object]]:
     }
 
 
-def _draw_mixing(mixing: list[Mixed]) -> Figure:
-    figure, (left, right) = canvas(2, size=(4.8, 3.8))
+def _mixing_figure(mixing: list[Mixed]) -> Figure:
+    missing, unreached = [], []
     for mixed in mixing:
-        N = np.arange(1, len(mixed.epsilon) + 1)
-        color, seen = _COLORS[mixed.nt], mixed.epsilon > 1e-12
+        N, label, color = np.arange(1, len(mixed.epsilon) + 1), f"nt = {mixed.nt}", _COLORS[mixed.nt]
+        seen, missed = mixed.epsilon > 1e-12, mixed.reached < 1
+        epsilon, error = mixed.epsilon[seen], mixed.error[seen]
         c1, c2 = fit(mixed)
-        left.errorbar(
-            N[seen], mixed.epsilon[seen], mixed.error[seen], fmt="o", ms=4, color=color, label=f"nt = {mixed.nt}"
-        )
-        left.plot(N, c1 * mixed.nt * np.exp(-c2 * N * mixed.nt / 2), color=color, lw=1)
-        missed = mixed.reached < 1
-        right.plot(N[missed], 1 - mixed.reached[missed], "o-", ms=4, color=color, label=f"nt = {mixed.nt}")
-        right.plot(N, 1 - mixed.bound, "--", color=color, lw=1)
-    left.set(xlabel="depth N", ylabel="epsilon, nats", yscale="log", title="Entropy that is missing, and fits")
-    right.set(xlabel="depth N", ylabel="fraction out of reach", title="... and the proof's bound (dashed)")
-    right.set_yscale("log")
-    for axes in (left, right):
-        axes.legend(fontsize="x-small")
-    return figure
+        fitted = c1 * mixed.nt * np.exp(-c2 * N * mixed.nt / 2)
+        missing += [
+            Line(label, N[seen], epsilon, epsilon - error, epsilon + error, style=Style(color), mark="points"),
+            Line(label, N, fitted, style=Style(color, width=1)),
+        ]
+        unreached += [
+            Line(label, N[missed], 1 - mixed.reached[missed], style=Style(color), mark="both"),
+            Line(label, N, 1 - mixed.bound, style=Style(color, "--", 1)),
+        ]
+    depth = Axis("depth N", whole=True)
+    panels = [
+        Plot("epsilon", "Entropy that is missing, and fits", depth, Axis("epsilon, nats", log=True), missing),
+        Plot("reach", "... and the proof's bound (dashed)", depth, Axis("fraction out of reach", log=True), unreached),
+    ]
+    return Figure("expressiveness", panels, columns=2, size=(4.8, 3.8))
 
 
 def _construction(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[str, object], Figure]:
@@ -214,17 +216,26 @@ def _construction(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[st
                     worst = max(worst, float(np.abs(made.matrix(P).numpy() - F[1] @ F[0]).max()))
             rates.append(found / (tries // 4))
         networks[k] = rates
-    figure, (left, right) = canvas(2, size=(4.8, 3.8))
-    for nt_, rates in routed.items():
-        left.plot(depths, rates, "o-", ms=4, color=_COLORS[nt_], label=f"nt = {nt_}")
-    left.set(xlabel="layers M", ylabel="success", title="One random permutation")
-    for (k, rates), color in zip(networks.items(), ("#8fc1de", "#0072b2", "#d55e00"), strict=True):
-        right.plot(depths[2:], rates, "o-", ms=4, color=color, label=f"fan-in and fan-out up to {k}")
-    right.set(
-        xlabel="layers M for each permutation", ylabel="success", title=f"A network of two sparse matrices, nt = {nt}"
-    )
-    for axes in (left, right):
-        axes.legend(fontsize="x-small")
+    routing = [
+        Line(f"nt = {size}", depths, np.array(rates), style=Style(_COLORS[size]), mark="both")
+        for size, rates in routed.items()
+    ]
+    building = [
+        Line(f"fan-in and fan-out up to {k}", depths[2:], np.array(rates), style=Style(color), mark="both")
+        for (k, rates), color in zip(networks.items(), (BLUES[1], BLUE, ORANGE), strict=True)
+    ]
+    success = Axis("success")
+    panels = [
+        Plot("routing", "One random permutation", Axis("layers M", whole=True), success, routing),
+        Plot(
+            "networks",
+            f"A network of two sparse matrices, nt = {nt}",
+            Axis("layers M for each permutation", whole=True),
+            success,
+            building,
+        ),
+    ]
+    figure = Figure("expressiveness-represent", panels, columns=2, size=(4.8, 3.8))
     last = {k: rates[-1] for k, rates in networks.items()}
     claim = Claim(
         "With depth 2 M d (ceil(log2 k) + 1) the network can be any linear network of depth d with at most nt weights "

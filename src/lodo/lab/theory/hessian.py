@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import SymLogNorm
-from matplotlib.figure import Figure
 
 from lodo import LODO
+from lodo.lab.optimizers import paper_hyperparameters
 from lodo.lab.run import threads
-from lodo.lab.show.figures import canvas
+from lodo.lab.show.plots import Axis, Figure, HeatMap, Line, Plot
+from lodo.lab.show.styles import BLUE, BLUES, GREY, ORANGE, Style
 from lodo.lab.sigma import exact_sigma
 from lodo.lab.tasks.bowl import Bowl
 from lodo.lab.theory.base import Claim, Finding
 
-_TUNED = {"lr": 0.27, "meta_lr": 0.00096, "beta": 0.195}  # the paper's, for its bowl
+_TUNED = paper_hyperparameters("bowl", "lodo")
 
 
 @dataclass(frozen=True)
@@ -116,37 +116,43 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
             f"better than of 2; blocks of 8 end {'lower' if blocks['8'] < blocks['4'] else 'no lower'} than those.",
         ),
     )
-    figures = {"hessian": _draw_sigma(learned), "hessian-matrix": _draw_matrix(plain)}
+    figures = [_sigma_figure(learned), _matrix_figure(plain)]
     return Finding(
         "hessian", "G and the inverse Hessian", claims, {"sigma": ends, "sigma_at_start": float(first)}, figures
     )
 
 
-def _draw_sigma(learned: dict[str, dict[str, Learned]]) -> Figure:
-    figure, axes = canvas(2, 2, size=(4.4, 3.2))
-    for place, (what, cases) in zip(axes, learned.items(), strict=True):
-        for (name, case), color in zip(cases.items(), ("#8fc1de", "#0072b2", "#d55e00"), strict=True):
-            place.plot(np.maximum(case.steps, 5), case.sigma, "o-", ms=3, color=color, label=name)
-        place.set(xlabel="step", ylabel="sigma", xscale="log", title=what)
-        place.legend(fontsize="x-small")
-    return figure
+def _sigma_figure(learned: dict[str, dict[str, Learned]]) -> Figure:
+    """Sigma over the run, one panel for what is varied."""
+    panels = []
+    for what, cases in learned.items():
+        lines = [
+            Line(name, np.maximum(case.steps, 5), case.sigma, style=Style(color), mark="both", size=3)
+            for (name, case), color in zip(cases.items(), (BLUES[1], BLUE, ORANGE), strict=True)
+        ]
+        panels.append(Plot(what.replace(" ", "-"), what.capitalize(), Axis("step", log=True), Axis("sigma"), lines))
+    return Figure("hessian", panels, columns=2, size=(4.4, 3.2))
 
 
-def _draw_matrix(plain: Learned) -> Figure:
-    figure, (left, middle, right) = canvas(3, size=(4.2, 3.8))
-    n = len(plain.H)
-    ratio = np.linalg.eigvalsh(plain.H)[::-1] * _TUNED["lr"]
-    left.plot(np.arange(1, n + 1), ratio, color="#7f7f7f", label="at the start")
-    left.plot(np.arange(1, n + 1), plain.spectrum, color="#0072b2", label="at the end")
-    left.axhline(1.0, color="black", lw=0.8, ls=":", label="a perfect G")
-    left.set(xlabel="number", ylabel="eigenvalue of G H", yscale="log", title="Spectrum of G H")
-    left.legend(fontsize="x-small")
+def _matrix_figure(plain: Learned) -> Figure:
+    """The spectrum of G H, and G beside the inverse Hessian."""
+    number = np.arange(1, len(plain.H) + 1)
+    at_start = np.linalg.eigvalsh(plain.H)[::-1] * _TUNED["lr"]
+    spectrum = Plot(
+        "spectrum",
+        "Spectrum of GH",
+        Axis("number"),
+        Axis("eigenvalue of GH", log=True),
+        [
+            Line("at the start", number, at_start, style=Style(GREY)),
+            Line("at the end", number, plain.spectrum, style=Style(BLUE)),
+        ],
+        levels={"a perfect G": 1.0},
+    )
     inverse = np.diag(1 / np.diag(plain.U.T @ plain.H @ plain.U))
-    learned = plain.U.T @ plain.G @ plain.U
-    norm = SymLogNorm(linthresh=0.1, vmin=-float(inverse.max()), vmax=float(inverse.max()))
-    for place, matrix, title in ((middle, learned, "G"), (right, inverse, "the inverse Hessian")):
-        picture = place.imshow(matrix, cmap="RdBu_r", norm=norm)
-        place.set(title=f"{title}, by eigenvectors of H", xlabel="steep to flat")
-        place.grid(visible=False)
-    figure.colorbar(picture, ax=[middle, right], shrink=0.8)
-    return figure
+    matrices = {"G": plain.U.T @ plain.G @ plain.U, "The inverse Hessian": inverse}
+    maps = [
+        HeatMap(f"matrix-{i}", f"{name}, by eigenvectors of H", matrix, "from steep to flat", linear=0.1)
+        for i, (name, matrix) in enumerate(matrices.items())
+    ]
+    return Figure("hessian-matrix", [spectrum, *maps], columns=3, size=(4.2, 3.8))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from scipy.optimize import minimize
 from torch import Tensor
 
-from lodo.lab.show.figures import canvas
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
+from lodo.lab.show.styles import BLUE, GREY, Style
 from lodo.lab.theory.base import Claim, Finding, Matrix, symmetric
 from lodo.lab.theory.represent import product
 
@@ -115,21 +115,34 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
         "Permutations differ between starts, so that the band is of networks as well as of starts. A deeper network "
         "has more parameters than G has entries, and then ends as well as a dense one.",
     )
-    return Finding(
-        "minima", "Where learning can end", (dense_claim, sparse_claim), {"ends": bands}, {"minima": _draw(results)}
+    return Finding("minima", "Where learning can end", (dense_claim, sparse_claim), {"ends": bands}, [_figure(results)])
+
+
+def _figure(results: dict[str, np.ndarray]) -> Figure:
+    """A histogram of the ends for each family, one above the other."""
+    floor, most = 1e-14, 10.0
+    edges = np.geomspace(floor, most, 61)
+    lines = []
+    for row, (name, ends) in enumerate(results.items()):
+        counts = np.histogram(np.clip(ends, 1.01 * floor, None), edges)[0]
+        base = np.full(2 * len(counts), float(row))
+        lines.append(
+            Line(
+                "LODO's network" if name.startswith("LODO") else "dense layers",
+                np.repeat(edges, 2)[1:-1],
+                base,
+                low=base,
+                high=base - 0.9 * np.repeat(counts, 2) / len(ends),
+                names=[f"{name}: {count} of {len(ends)} starts" for count in np.repeat(counts, 2)],
+                style=Style(BLUE if name.startswith("LODO") else GREY),
+                mark="area",
+            )
+        )
+    plot = Plot(
+        "ends",
+        "Where descent ends",
+        Axis("‖I - GH‖²", log=True, range=(floor, most)),
+        Axis(ticks=dict(enumerate(results)), range=(-1.0, len(results) - 0.8), reversed=True),
+        lines,
     )
-
-
-def _draw(results: dict[str, np.ndarray]) -> Figure:
-    figure, axes = canvas(rows=len(results), size=(7.0, 0.9))
-    floor = 1e-14
-    bins = np.geomspace(floor, 10, 61)
-    for place, (name, ends) in zip(axes, results.items(), strict=True):
-        color = "#0072b2" if name.startswith("LODO") else "#7f7f7f"
-        place.hist(np.clip(ends, 1.01 * floor, None), bins=list(bins), color=color)
-        place.set(xscale="log", xlim=(floor, 10), ylim=(0, len(ends)), yticks=[0, len(ends)])
-        place.set_title(name, loc="left", fontsize="small")
-        place.tick_params(labelbottom=place is axes[-1])
-    axes[0].set_ylabel("starts")
-    axes[-1].set_xlabel("|| I - G H ||^2 where descent ends")
-    return figure
+    return Figure("minima", [plot], size=(7.0, 0.8 + 0.7 * len(results)))

@@ -1,4 +1,4 @@
-"""From findings to files and words."""
+"""Writes a part of the theory to files and to the terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 from rich.console import Console
 
 from lodo.lab.files import write_atomically
-from lodo.lab.show.figures import look, save
+from lodo.lab.show.draw import write_figures
+from lodo.lab.show.interactive import write_json
 from lodo.lab.theory.base import Finding
 
 
-def write(finding: Finding, folder: Path, settings: dict[str, Any], console: Console) -> None:
-    """A finding's ``summary.json``, ``text.md`` and figures, and its claims on the terminal."""
+def write_finding(finding: Finding, folder: Path, settings: dict[str, Any], console: Console) -> None:
+    """Write ``summary.json``, ``text.md`` and the figures, and print the claims."""
     summary = {
         "theory": finding.name,
         "settings": settings,
@@ -26,8 +27,8 @@ def write(finding: Finding, folder: Path, settings: dict[str, Any], console: Con
     }
     write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, default=float) + "\n").encode())
     write_atomically(folder / "text.md", text(finding).encode())
-    with look():
-        files = [save(figure, folder / name)[0] for name, figure in finding.figures.items()]
+    files = write_figures(finding.figures, folder)
+    write_json(finding.figures, folder)
     console.print(f"\n[bold]{finding.title}[/bold]")
     for claim in finding.claims:
         mark = "[green]holds[/green]" if claim.holds else "[red]does not hold[/red]"
@@ -46,5 +47,5 @@ def text(finding: Finding) -> str:
         lines += [f"**{claim.text}** {'Holds.' if claim.holds else 'Does not hold.'} {claim.evidence}"]
         lines += [f"*Limits.* {claim.limits}"] if claim.limits else []
         lines += [""]
-    lines += [f"![{name}]({name}.png)" for name in finding.figures]
+    lines += [f"![{figure.name}]({figure.name}.png)" for figure in finding.figures]
     return "\n".join(lines) + "\n"

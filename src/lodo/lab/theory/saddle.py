@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch.optim import SGD, Adam, Optimizer
 
 from lodo import LODO, Mixing
-from lodo.lab.show.figures import canvas, styles
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
+from lodo.lab.show.styles import BLACK, BLUES, Style
 from lodo.lab.theory.base import Claim, Finding, Matrix, slope, symmetric
 
 
@@ -89,7 +90,7 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
         "Saddle points repel LODO",
         (lemma, rate, escape),
         {**lemma_numbers, **rate_numbers, **escape_numbers},
-        {"saddle": figure, "saddle-escape": times},
+        [figure, times],
     )
 
 
@@ -118,9 +119,10 @@ def _growth(rng: np.random.Generator) -> tuple[Claim, dict[str, float], Figure]:
     spectrum = np.geomspace(0.1, 2.0, n)
     spectrum[0] = -0.3
     H = symmetric(spectrum, rng)
-    figure, (left, right) = canvas(2, size=(4.6, 3.6))
+    at = np.arange(float(steps))
+    distances, predictions, depths = [], [], []
     worst, lowest = 0.0, np.inf
-    for scale, color in ((0.0, "#8fc1de"), (0.05, "#4a97c5"), (0.1, "#0072b2")):
+    for scale, color in zip((0.0, 0.05, 0.1), BLUES[1:], strict=True):
         opt, x = random_mixing_matrix(n, scale, rng)
         G = opt.preconditioner_matrix().numpy()
         found = negative_eigenvalue((G + G.T) / 2, H)
@@ -130,13 +132,21 @@ def _growth(rng: np.random.Generator) -> tuple[Claim, dict[str, float], Figure]:
         predicted = float(np.log1p(-found.value))
         worst, lowest = max(worst, abs(measured / predicted - 1)), min(lowest, float(losses[-1]))
         label = f"blocks off by {scale:g}: {measured:.5f}, predicted {predicted:.5f}"
-        left.plot(norms, color=color, label=label)
-        left.plot(norms[-1] * np.exp(predicted * (np.arange(steps) - steps + 1)), color="black", lw=0.7, ls=":")
-        right.plot(losses, color=color)
-    left.set(xlabel="step", ylabel="distance from the saddle", yscale="log", title="It grows as log(1 - lambda) says")
-    left.legend(fontsize="x-small")
-    right.set(xlabel="step", ylabel="loss", title="The loss falls")
-    right.set_yscale("symlog", linthresh=1e-12)
+        expected = norms[-1] * np.exp(predicted * (at - steps + 1))
+        distances.append(Line(label, at, norms, style=Style(color)))
+        predictions.append(Line("as predicted", at, expected, style=Style(BLACK, ":", 0.7)))
+        depths.append(Line(f"blocks off by {scale:g}", at, np.where(losses < 0, -losses, np.nan), style=Style(color)))
+    step = Axis("step")
+    panels = [
+        Plot(
+            "distance",
+            "It grows as log(1 - lambda) says",
+            step,
+            Axis("distance from the saddle", log=True),
+            [*distances, *predictions],
+        ),
+        Plot("loss", "The loss falls", step, Axis("loss at the saddle minus loss", log=True), depths),
+    ]
     claim = Claim(
         "With G fixed, the displacement grows by the factor 1 - lambda a step along y, and the loss falls.",
         worst < 1e-3 and lowest < 0,
@@ -145,6 +155,7 @@ def _growth(rng: np.random.Generator) -> tuple[Claim, dict[str, float], Figure]:
         "1 - lambda > 1 is the growth of this direction; others may grow too, where a step is too long for a large "
         "positive curvature (lambda > 2).",
     )
+    figure = Figure("saddle", panels, columns=2, size=(4.6, 3.6))
     return claim, {"largest_relative_error_of_the_rate": worst}, figure
 
 
@@ -166,19 +177,18 @@ def _escapes(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[str, ob
             for name, make in makers.items():
                 times[name][i, j] = escape_time(make, H, start, limit)
     middle = {name: np.median(values, axis=1) for name, values in times.items()}
-    figure, (axes,) = canvas()
-    looks = styles(makers)
-    for name, values in middle.items():
-        mark: dict[str, Any] = {"ms": 11, "mfc": "none"} if "fixed" in name else {}  # SGD's times are the same
-        axes.plot(curvatures, values, marker="o", color=looks[name].color, ls=looks[name].ls, label=name, **mark)
-    axes.set(
-        xlabel="negative curvature",
-        ylabel="steps until the loss is clearly below",
-        xscale="log",
-        yscale="log",
-        title="Escape from a saddle",
+    lines = [Line(name, curvatures, values, mark="both") for name, values in middle.items()]
+    lines = [
+        replace(line, symbol="ring", size=11) if line.label == "LODO, G fixed" else line  # its times are SGD's
+        for line in lines
+    ]
+    plot = Plot(
+        "escape",
+        "Escape from a saddle",
+        Axis("negative curvature", log=True),
+        Axis("steps until the loss is clearly below", log=True),
+        lines,
     )
-    axes.legend(fontsize="x-small")
     ratio = float(np.median(middle["SGD"] / middle["LODO"]))
     power = slope(curvatures, middle["LODO"])
     claim = Claim(
@@ -193,4 +203,4 @@ def _escapes(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[str, ob
     numbers = {
         name: {f"{c:.3g}": t for c, t in zip(curvatures, values, strict=True)} for name, values in middle.items()
     }
-    return claim, {"escape_steps": numbers}, figure
+    return claim, {"escape_steps": numbers}, Figure("saddle-escape", [plot])

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 import optuna
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
 from lodo.lab.files import write_atomically
 from lodo.lab.optimizers import paper_hyperparameters
-from lodo.lab.show.figures import canvas, look, save
+from lodo.lab.show.draw import write_figures
+from lodo.lab.show.interactive import write_json
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
+from lodo.lab.show.styles import BLACK, BLUE, GREEN, GREY, ORANGE, Style
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.outcome import Outcome
 from lodo.lab.tuning.search import Search
 from lodo.lab.tuning.space import Space
 from lodo.lab.tuning.study import finished_trials, without_password
 
-_BLUE, _GREY, _ORANGE, _GREEN = "#0072b2", "#999999", "#d55e00", "#009e73"
 
-
-def write(outcome: Outcome, storage: str, folder: Path, console: Console) -> Path:
+def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console) -> Path:
     """All of it, into a folder; returns the file of hyperparameters."""
     search, study = outcome.search, outcome.study
     tuned, trials = search.tuned(outcome.params), finished_trials(search, study)
@@ -79,10 +77,9 @@ def write(outcome: Outcome, storage: str, folder: Path, console: Console) -> Pat
         lines += [*("| " + " | ".join(row) + " |" for row in rows), ""]
     lines += [f"- {note}" for note in notes]
     write_atomically(folder / "table.md", ("\n".join(lines) + "\n").encode())
-    with look():
-        figure = draw(outcome)
-        figure.suptitle(title, fontsize="small", color="0.4")
-        picture = save(figure, folder / "generations")[0]
+    figure = trials_figure(outcome)
+    (picture,) = write_figures([figure], folder, title)
+    write_json([figure], folder)
     for number, (columns, rows) in enumerate(tables):
         table = Table(title=None if number else title, title_justify="left")
         for place, column in enumerate(columns):
@@ -132,7 +129,7 @@ def toml(search: Search, tuned: Mapping[str, float]) -> str:
 
 
 def _generations(search: Search, study: optuna.Study) -> list[dict[str, Any]]:
-    """Of each generation of the paper's sampler: around what it was drawn, and who its better half was."""
+    """For each generation of the paper's sampler: its mean, noise and steps, and the trials in its better half."""
     sampler = search.made_sampler
     if not isinstance(sampler, EvolutionSampler):
         return []
@@ -149,67 +146,107 @@ def _generations(search: Search, study: optuna.Study) -> list[dict[str, Any]]:
     ]
 
 
-def draw(outcome: Outcome) -> Figure:
+def trials_figure(outcome: Outcome) -> Figure:
     """The loss and each hyperparameter of every trial, the better halves marked, the result and the paper's values."""
     search, study = outcome.search, outcome.study
     trials = finished_trials(search, study)
-    sampler = search.made_sampler
-    panels = 1 + len(search.spaces)
-    columns = min(panels, 2)
-    figure, axes = canvas(columns, math.ceil(panels / columns), size=(4.6, 3.2))
-    if isinstance(sampler, EvolutionSampler):
-        shift = np.random.default_rng(0).uniform(-0.3, 0.3, search.number)
-        at = {trial.number: search.generation(trial.number) + shift[trial.number] for trial in trials}
-        generations = range(len(search.schedule.noise))
-        good = {trial.number for g in generations for trial in sampler.get_parent_population(study, g + 1)}
-        label, marked, end = "generation", "better half", len(search.schedule.noise)
-    else:
-        at = {trial.number: float(trial.number) for trial in trials}
-        good = {study.best_trial.number} if any(trial.value is not None for trial in trials) else set()
-        label, marked, end = "trial", "best", search.number
-    groups: dict[str, tuple[list[FrozenTrial], dict[str, Any]]] = {
-        "diverged": ([t for t in trials if t.value is None], {"marker": "x", "color": _ORANGE}),
-        "others": ([t for t in trials if t.value is not None and t.number not in good], {"color": _GREY}),
-        marked: ([t for t in trials if t.number in good], {"color": _BLUE}),
-    }
     losses = [trial.value for trial in trials if trial.value is not None]
-    if losses and min(losses) > 0:
-        axes[0].set_yscale("log")
-        axes[0].set_ylim(min(losses) / 1.5, 1.5 * float(np.percentile(losses, 90)))  # a few explode, but are finite
-    axes[0].set(xlabel=label, ylabel="loss over the last 10 %")
-    for name, (members, look_of) in groups.items():
-        with_loss = [trial for trial in members if trial.value is not None]
-        axes[0].scatter(
-            [at[t.number] for t in with_loss], [t.value or 0.0 for t in with_loss], s=9, label=name, **look_of
+    positive = bool(losses) and min(losses) > 0
+    # a few losses explode, but are finite
+    shown = (min(losses) / 1.5, 1.5 * float(np.percentile(losses, 90))) if positive else None
+    x = Axis("generation" if isinstance(search.made_sampler, EvolutionSampler) else "trial", whole=True)
+    groups = _groups(search, study)
+    loss = Plot(
+        "loss",
+        "Loss over the last 10 %",
+        x,
+        Axis("loss over the last 10 %", log=positive, range=shown),
+        [
+            _points(search, label, [t for t in members if t.value is not None], lambda trial: trial.value or 0.0)
+            for label, members in groups.items()
+        ],
+    )
+    panels = [loss, *(_space_plot(outcome, space, groups, x) for space in search.spaces)]
+    return Figure("generations", panels, columns=2, size=(4.6, 3.2))
+
+
+def _space_plot(outcome: Outcome, space: Space, groups: Mapping[str, Sequence[FrozenTrial]], x: Axis) -> Plot:
+    """One hyperparameter of every trial."""
+    search, study, sampler = outcome.search, outcome.study, outcome.search.made_sampler
+    lines = [
+        _points(search, label, members, lambda trial: trial.params[space.parameter])
+        for label, members in groups.items()
+    ]
+    end = search.number
+    if isinstance(sampler, EvolutionSampler):
+        end = len(search.schedule.noise)
+        means = np.array([math.exp(sampler.mean(study, g)[space.parameter]) for g in range(end)])
+        lines.append(
+            Line("mean", np.arange(float(end)), means, style=Style(BLACK, width=1), mark="both", symbol="dash")
         )
-        for space, place in zip(search.spaces, axes[1:], strict=False):
-            place.scatter([at[t.number] for t in members], [t.params[space.parameter] for t in members], s=9, **look_of)
-    paper = paper_hyperparameters(search.task, search.choice.optimizer)
-    for space, place in zip(search.spaces, axes[1:], strict=False):
-        _finish(place, space, label, paper.get(space.name), search.schedule.rate_factor if space.name == "lr" else 1.0)
-        if isinstance(sampler, EvolutionSampler):
-            means = [math.exp(sampler.mean(study, g)[space.parameter]) for g in generations]
-            place.plot(list(generations), means, color="black", lw=1, marker="_", label="mean")
-        result = outcome.params[space.parameter]
-        place.plot(end, result, ls="none", marker="*", ms=10, color=_GREEN, mec="black", mew=0.5, label="tuned")
-    for place in axes[:panels]:
-        place.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for place in axes[:2]:
-        if place.get_legend_handles_labels()[0]:
-            place.legend(fontsize="x-small")
-    for unused in axes[panels:]:
-        unused.set_axis_off()
-    return figure
+    result = np.array([outcome.params[space.parameter]])
+    lines.append(
+        Line("tuned", np.array([float(end)]), result, style=Style(GREEN), mark="points", symbol="star", size=10)
+    )
+    return Plot(
+        space.name,
+        space.name,
+        x,
+        Axis(space.parameter, log=True, reversed=space.kind == "decay"),  # larger decays above
+        lines,
+        levels=_paper_level(search, space),
+    )
 
 
-def _finish(place: Axes, space: Space, label: str, paper: float | None, factor: float) -> None:
-    place.set_yscale("log")
-    if paper is not None:
-        p = paper / factor if space.kind == "rate" else 1 - paper
-        place.axhline(p, color=_ORANGE, lw=1, ls="--", label="paper" if factor == 1 else "paper, before its factor")
-    place.set(xlabel=label, ylabel=space.parameter)
-    if space.kind == "decay":
-        place.invert_yaxis()  # larger decays above
+def _paper_level(search: Search, space: Space) -> dict[str, float]:
+    """The paper's value of a hyperparameter, where it gives one, as the search varies it."""
+    paper = paper_hyperparameters(search.task, search.choice.optimizer).get(space.name)
+    if paper is None:
+        return {}
+    if space.kind != "rate":
+        return {"paper": 1 - paper}
+    factor = search.schedule.rate_factor if space.name == "lr" else 1.0
+    return {"paper" if factor == 1 else "paper, before its factor": paper / factor}
+
+
+def _groups(search: Search, study: optuna.Study) -> dict[str, list[FrozenTrial]]:
+    """Trials by how they ended: diverged, in the better half of their generation or the best of all, others."""
+    trials, sampler = finished_trials(search, study), search.made_sampler
+    if isinstance(sampler, EvolutionSampler):
+        generations = range(len(search.schedule.noise))
+        best = {trial.number for g in generations for trial in sampler.get_parent_population(study, g + 1)}
+        marked = "better half"
+    else:
+        best = {study.best_trial.number} if any(trial.value is not None for trial in trials) else set()
+        marked = "best"
+    return {
+        "diverged": [trial for trial in trials if trial.value is None],
+        "others": [trial for trial in trials if trial.value is not None and trial.number not in best],
+        marked: [trial for trial in trials if trial.number in best],
+    }
+
+
+def _points(search: Search, label: str, members: Sequence[FrozenTrial], value: Callable[[FrozenTrial], float]) -> Line:
+    """One point a trial, at its generation with some scatter or at its number."""
+    color = {"diverged": ORANGE, "others": GREY}.get(label, BLUE)
+    return Line(
+        label,
+        np.array([_place(search, trial.number) for trial in members]),
+        np.array([value(trial) for trial in members]),
+        names=[f"trial {trial.number}" for trial in members],
+        style=Style(color),
+        mark="points",
+        symbol="cross" if label == "diverged" else "circle",
+        size=3,
+    )
+
+
+def _place(search: Search, number: int) -> float:
+    """Where a trial is on the x axis."""
+    if not isinstance(search.made_sampler, EvolutionSampler):
+        return float(number)
+    scatter = np.random.default_rng(number).uniform(-0.3, 0.3)
+    return search.generation(number) + float(scatter)
 
 
 def _cell(value: float | str | None) -> str:

@@ -7,19 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import mean, stdev
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+import numpy as np
 
 from lodo.lab import data
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, digest_of, tail
 from lodo.lab.optimizers import Choice
 from lodo.lab.run import Curve, Run
-from lodo.lab.show.figures import band, binned, canvas, styles
-from lodo.lab.show.plots import Paths, Plot, learning_curves, tracked_curves
+from lodo.lab.show.curves import learning_curves, tracked_curves
+from lodo.lab.show.plots import Axis, Figure, Line, Plot, Shade
+from lodo.lab.show.styles import Style, styles
 from lodo.lab.show.tables import Row, measure
 from lodo.lab.tasks.mlp import BATCH, CLASSES, HIDDEN, SIDE
 
@@ -61,7 +59,6 @@ class MlpExperiment(Experiment):
     """Settings are chosen by the tuning seeds alone, and figures are of the held-out seeds alone."""
 
     optimizers = GRID
-    pictures = ("mlp",)
     row = SettingRow
     least = TUNING + 1
 
@@ -104,19 +101,24 @@ class MlpExperiment(Experiment):
             )
         return notes
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        figure, (left, right) = canvas(2, size=(6.5, max(4.0, 1.2 + 0.19 * len(results))))
-        _draw_curves(left, results, "seconds" if request.seconds else "evaluations")
-        _draw_settings(right, results)
-        return {"mlp": figure}
-
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
-        groups = {_label(cell): results[cell][TUNING:] for cell in chosen(results).values()}
-        first = "seconds" if request.seconds else "step"
-        title = "Best settings, held-out seeds"
-        curves = learning_curves(f"{self.name}-curves", title, groups, first=first, log_y=True)
-        accuracy = tracked_curves(f"{self.name}-accuracy", "Test accuracy", "test accuracy", groups, "test_accuracy")
-        return [curves, accuracy] if accuracy else [curves]
+    def figures(self, request: Request, results: Results) -> list[Figure]:
+        best = chosen(results)
+        looks = styles(best)
+        groups = {_label(cell): results[cell][TUNING:] for cell in best.values()}
+        by_label = {_label(cell): looks[method] for method, cell in best.items()}
+        first = request.first_axis
+        y = Axis("loss on fresh batches", log=True)
+        curves = learning_curves("curves", "Best settings, held-out seeds", groups, y=y, first=first)
+        accuracy = tracked_curves(
+            "accuracy", "Test accuracy", groups, "test_accuracy", y=Axis("test accuracy"), first=first
+        )
+        curves, accuracy = (
+            replace(plot, lines=[replace(line, style=by_label[line.label]) for line in plot.lines])
+            for plot in (curves, accuracy)
+        )
+        height = max(4.0, 1.2 + 0.19 * len(results))
+        figures = [Figure(self.name, [curves, settings_plot(results)], columns=2, size=(6.5, height))]
+        return [*figures, Figure(f"{self.name}-accuracy", [accuracy])] if accuracy.lines else figures
 
     def sentence(self, rows: Sequence[Row]) -> str:
         losses = {row.optimizer: row.mean for row in rows if row.metric == HELD_OUT and row.mean is not None}
@@ -217,52 +219,29 @@ def _accuracy(curve: Curve) -> float:
     return 100 * float(values[-1]) if len(values) else math.nan
 
 
-def _draw_curves(axes: Axes, results: Results, x: str) -> None:
-    """The loss of every method's best setting over the run, mean and spread over the held-out seeds."""
-    looks = styles(cell.label for cell in results)
-    for method, cell in chosen(results).items():
-        fine = [curve for curve in results[cell][TUNING:] if not curve.diverged]
-        lost = len(results[cell]) - TUNING - len(fine)
-        label = _label(cell) + (f" ({lost} diverged)" if lost else "")
-        if fine:
-            band(axes, *binned(fine, x, bins=50), label, looks[method])
-        else:
-            axes.plot([], [], color=looks[method].color, ls=looks[method].ls, label=label)
-    axes.set_yscale("log")
-    _plain_ticks(axes.yaxis, (1, 1.5, 2, 3, 5, 7))
-    axes.set(
-        xlabel="step" if x == "evaluations" else "seconds of training",
-        ylabel="loss on fresh batches",
-        title="Best settings (mean and s.d. over held-out seeds)",
-    )
-    axes.legend()
-
-
-def _draw_settings(axes: Axes, results: Results) -> None:
+def settings_plot(results: Results) -> Plot:
     """The loss at the end for every setting: its mean over tuning seeds, and every held-out seed."""
-    looks = styles(cell.label for cell in results)
-    best = chosen(results)
-    for at, (cell, curves) in enumerate(results.items()):
-        color = looks[cell.label].color
+    looks, best = styles(cell.label for cell in results), chosen(results)
+    lines, shades = [], []
+    for row, (cell, curves) in enumerate(results.items()):
+        style = Style(looks[cell.label].color)
         if best[cell.label] == cell:
-            axes.axhspan(at - 0.45, at + 0.45, color=color, alpha=0.15, lw=0)
-        losses = [tail(curve) for curve in curves[TUNING:] if not curve.diverged]
-        axes.plot(losses, [at] * len(losses), ls="none", marker="|", ms=7, color=color)
-        if math.isfinite(loss := tuning_loss(curves)):
-            axes.plot(loss, at, marker="o", ms=4.5, mfc="white", color=color, ls="none")
-    axes.plot([], [], ls="none", marker="o", ms=4.5, mfc="white", color="0.3", label="mean over tuning seeds")
-    axes.plot([], [], ls="none", marker="|", ms=7, color="0.3", label="a held-out seed")
-    axes.set_xscale("log")
-    _plain_ticks(axes.xaxis, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
-    axes.set_yticks(range(len(results)), [_label(cell) for cell in results], fontsize="small")
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.set(xlabel="loss over the last 10 %", title="Every setting (the chosen one shaded)")
-    axes.legend()
+            shades.append(Shade(row - 0.45, row + 0.45, style))
+        losses = np.array([tail(curve) for curve in curves[TUNING:] if not curve.diverged])
+        lines.append(_points("a held-out seed", losses, row, style, _label(cell), symbol="bar", size=7))
+        loss = np.array([loss for loss in [tuning_loss(curves)] if math.isfinite(loss)])
+        lines.append(_points("mean over tuning seeds", loss, row, style, _label(cell), symbol="ring", size=4.5))
+    return Plot(
+        "settings",
+        "Every setting (the chosen one shaded)",
+        Axis("loss over the last 10 %", log=True),
+        Axis(ticks={row: _label(cell) for row, cell in enumerate(results)}, reversed=True),
+        lines,
+        shades=shades,
+    )
 
 
-def _plain_ticks(axis: Axis, subs: Sequence[float]) -> None:
-    """Ticks of a logarithmic axis at these multiples of powers of ten, as plain numbers."""
-    axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_locator(NullLocator())
+def _points(label: str, losses: np.ndarray, row: int, style: Style, name: str, **shape: Any) -> Line:
+    """Points in one row of the plot of settings."""
+    places = np.full(len(losses), float(row))
+    return Line(label, losses, places, names=[name] * len(losses), style=style, mark="points", **shape)

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from lodo import LODO
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, tail
-from lodo.lab.experiments.paper.bowl import draw_curves, tracking_plot
-from lodo.lab.optimizers import Choice
+from lodo.lab.experiments.paper.bowl import tracking_plot
+from lodo.lab.optimizers import Choice, paper_hyperparameters
+from lodo.lab.optimizers.rivals import rivals
 from lodo.lab.run import Curve
-from lodo.lab.show.figures import band, canvas, styles
-from lodo.lab.show.plots import Line, Paths, Plot
+from lodo.lab.show.curves import Groups
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
 from lodo.lab.show.tables import Row, measure
 from lodo.lab.tasks import newton_loss
 
-_DEFAULTS: dict[str, Any] = {"lr": 1.0, "beta": 0.9, "meta_lr": 0.001}
-_TUNED: dict[str, Any] = {"lr": 0.27, "beta": 0.195, "meta_lr": 0.00096}  # the paper's, as in paper.toml
-_FREE: dict[str, Any] = {"meta_optimizer": "schedule-free", "meta_lr": 0.0025}
+_DEFAULTS: dict[str, Any] = {name: signature(LODO).parameters[name].default for name in ("lr", "beta", "meta_lr")}
+_TUNED: dict[str, Any] = paper_hyperparameters("bowl", "lodo")
+_BEST: dict[str, Any] = dict(rivals()["lodo_schedule_free"].choice.settings or {})
+_FREE: dict[str, Any] = {name: _BEST[name] for name in ("meta_optimizer", "meta_lr")}
 _FREE_TUNED: dict[str, Any] = {**_TUNED, **_FREE, "beta": 0.1}
-_BEST: dict[str, Any] = {
-    **_DEFAULTS, **_FREE, "momentum": "learned", "mixing": "shuffle", "block_size": 8, "depth": 8,
-}  # fmt: skip
 _PAPER, _ROBUST, _COMBINED = "paper", "robust recipe", "schedule-free + gate + shuffle, k = 8"
 
 
@@ -182,28 +180,18 @@ class OptionsExperiment(Experiment):
         size = f"{self.size(request)}; tables say where it is fewer steps."
         return f"{size} A step is one evaluation of the loss and its gradient."
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        figure, (left, right) = canvas(2)
-        first = {cell: curves for cell, curves in results.items() if cell.variant == TABLES[0].heading}
-        draw_curves(left, first, "evaluations", newton_loss())
-        left.set_ylim(0.97 * newton_loss(), 2.5 * newton_loss())
-        left.set_yticks([8, 9, 10, 12, 15])
-        _draw_change(right, {c: curves for c, curves in results.items() if c.variant == TABLES[-1].heading})
-        return {"bowl-options": figure}
-
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
-        plots: list[Plot | Paths] = []
+    def figures(self, request: Request, results: Results) -> list[Figure]:
+        panels = []
         for number, table in enumerate(TABLES):
-            if not (there := by_label(results, table.heading)):
-                continue
-            if table.renewed:
-                plots.append(_change_plot(f"{self.name}-change", there))
-            else:
-                best = newton_loss(**{k: v for k, v in (table.task or {}).items() if k == "n"})
+            groups = by_label(results, table.heading)
+            if groups and table.renewed:
+                panels.append(change_plot(groups))
+            elif groups:
+                best = newton_loss(**{name: value for name, value in (table.task or {}).items() if name == "n"})
                 asked = replace(request, task_options=table.task or {})
-                plot = tracking_plot(f"{self.name}-curves-{number}", asked, there, table.heading.capitalize())
-                plots.append(replace(plot, focus=(0.97 * best, 3 * best)))
-        return plots
+                plot = tracking_plot(f"curves-{number}", asked, groups, table.heading.capitalize())
+                panels.append(replace(plot, y=replace(plot.y, range=(0.97 * best, 3 * best))))
+        return [Figure(self.name, panels, columns=2)]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         means = {row.optimizer: row.mean for row in rows if row.metric.startswith(f"{TABLES[0].heading},")}
@@ -261,43 +249,24 @@ def _back(curve: Curve) -> float:
     return float(stretch * (above[-1] + 1))
 
 
-def _draw_change(axes: Axes, results: Results) -> None:
-    """The loss around the change."""
-    looks = styles(cell.label for cell in results)
-    for cell, curves in results.items():
-        at = _change(curves[0])
-        window = partial(_around, at=at, width=max(1, at // 1000))
-        drawn = [window(curve) for curve in curves]
-        shortest = min(len(y) for y in drawn)
-        x = (np.arange(shortest) + 0.5) * max(1, at // 1000) - at // 10
-        label = f"{cell.label} (diverges)" if any(curve.diverged for curve in curves) else cell.label
-        band(axes, x, np.stack([y[:shortest] for y in drawn]), label, looks[cell.label])
-    axes.axhline(newton_loss(), color="black", ls=":", label=f"Newton ({newton_loss():.4g})")
-    axes.set_yscale("log")
-    axes.set_ylim(5, 1e5)
-    axes.set(xlabel="steps after the change", ylabel="loss", title="A new bowl at half time")
-    axes.legend()
-
-
-def _change_plot(name: str, groups: Mapping[str, Sequence[Curve]]) -> Plot:
+def change_plot(groups: Groups) -> Plot:
+    """The loss around the change, mean and range over seeds."""
     lines = []
     for label, curves in groups.items():
         at = _change(curves[0])
         width = max(1, at // 250)
         drawn = [_around(curve, at, width) for curve in curves]
-        y = np.stack([one[: min(map(len, drawn))] for one in drawn])
+        y = np.stack([losses[: min(map(len, drawn))] for losses in drawn])
         x = (np.arange(y.shape[1]) + 0.5) * width - at // 10
         lost = sum(curve.diverged for curve in curves)
         note = f"{lost} of {len(curves)} diverge" if lost else ""
-        lines.append(Line(label, {"after": x}, y.mean(0), y.min(0), y.max(0), note))
+        lines.append(Line(label, x, y.mean(0), y.min(0), y.max(0), note))
     return Plot(
-        name,
+        "change",
         TABLES[-1].heading.capitalize(),
-        {"after": "steps after the change"},
-        "loss, and from the lowest to the highest seed",
+        Axis("steps after the change"),
+        Axis("loss, and from the lowest to the highest seed", log=True, range=(5, 1e5)),
         lines,
-        log_y=True,
-        focus=(5, 1e5),
         levels={f"Newton ({newton_loss():.4g})": newton_loss()},
     )
 

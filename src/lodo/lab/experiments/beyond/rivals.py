@@ -9,25 +9,21 @@ from functools import partial
 from typing import ClassVar
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.experiments.paper.bowl import (
     AT_100K,
     FRESH,
     check_noise,
-    compare,
-    draw_curves,
+    compare_with_rivals,
     tracking_error,
     tracking_plot,
 )
 from lodo.lab.optimizers import BASELINES, COSTS, QUADRATIC, Choice, parse
 from lodo.lab.optimizers.rivals import Known, rivals
 from lodo.lab.run import Curve
-from lodo.lab.show.figures import Style, canvas
-from lodo.lab.show.labels import Point, label_points
-from lodo.lab.show.plots import Line, Paths, Plot
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
+from lodo.lab.show.styles import Style
 from lodo.lab.show.tables import Row, measure
 from lodo.lab.tasks import newton_loss
 
@@ -127,28 +123,22 @@ class RivalsExperiment(Experiment):
         ]
         return notes + of_rivals
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        rows, best = self.rows(request, results), newton_loss(**request.task_options)
-        x = "seconds" if request.seconds else "evaluations"
-        return {
-            self.name: draw_costs([row for row in rows if isinstance(row, RivalRow)], best),
-            f"{self.name}-curves": draw_classes(results, _costs(request), x, best),
-        }
-
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
-        best = newton_loss(**request.task_options)
+    def figures(self, request: Request, results: Results) -> list[Figure]:
         rows = [row for row in self.rows(request, results) if isinstance(row, RivalRow)]
-        panels = [panel for cost in (*COSTS, "") for panel in _panels(results, _costs(request), cost) if panel[1]]
+        classes = [panel for cost in (*COSTS, "") for panel in _panels(results, _costs(request), cost) if panel[1]]
         curves = [
             tracking_plot(
-                f"{self.name}-curves-{number}",
+                f"curves-{number}",
                 request,
                 {cell.label: results[cell] for cell in results if cell in group or cell == _LODO},
                 title,
             )
-            for number, (title, group) in enumerate(panels)
+            for number, (title, group) in enumerate(classes)
         ]
-        return [_costs_plot(f"{self.name}-costs", rows, best), *curves]
+        return [
+            Figure(self.name, [costs_plot(rows, newton_loss(**request.task_options))], size=(9.0, 6.0)),
+            Figure(f"{self.name}-curves", curves, columns=2, size=(6.6, 3.8)),
+        ]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         losses = {row.optimizer: row.mean for row in rows if row.mean is not None}
@@ -156,7 +146,7 @@ class RivalsExperiment(Experiment):
         ours = min(own, key=lambda label: losses[label], default="LODO")
         dense = {row.optimizer for row in rows if isinstance(row, RivalRow) and row.cost == QUADRATIC}
         verb = "tracks the moving minimum with a loss of"
-        return compare(losses, verb, ours=ours, left_out=dense | {*own})
+        return compare_with_rivals(losses, verb, ours=ours, left_out=dense | {*own})
 
     def about(self, request: Request) -> str:
         """The size of what was run."""
@@ -196,62 +186,34 @@ def step_time(curves: Sequence[Curve], parts: int = 100) -> float:
     return float(np.median(times))
 
 
-def draw_costs(rows: Sequence[RivalRow], best: float) -> Figure:
-    """Error against time a step, one marker a rival, coloured by cost class."""
-    figure, (axes,) = canvas(size=(9.0, 6.0))
-    shown = [(row, row.mean) for row in rows if row.mean is not None]
-    for cost in dict.fromkeys(row.cost for row, _ in shown):
-        there = [(row.microseconds, mean, row.std or 0.0) for row, mean in shown if row.cost == cost]
-        x, y, spread = zip(*there, strict=True)
-        axes.errorbar(x, y, spread, fmt="o", ms=5, lw=1, color=_COLORS[cost], label=cost or heading(cost))
-    newton = axes.axhline(best, color="black", ls=":", lw=1, label=f"Newton ({best:.4g})")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.margins(x=0.12, y=0.08)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 5, 7)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="microseconds a step", ylabel=FRESH, title="What they reach, and how long a step takes")
-    legend = axes.legend(title="cost of a step", loc="upper right")
-    points = [
-        Point(row.microseconds, mean, row.optimizer, _COLORS[row.cost], "bold" if _is_ours(row.optimizer) else "normal")
-        for row, mean in shown
-    ]
-    label_points(axes, points, avoid=[legend, newton])
-    return figure
-
-
-def _costs_plot(name: str, rows: Sequence[RivalRow], best: float) -> Plot:
-    """One point an optimizer, one colour a cost class."""
+def costs_plot(rows: Sequence[RivalRow], best: float) -> Plot:
+    """Error against time a step: one point an optimizer, one colour a cost class."""
     lines = []
     for cost in dict.fromkeys(row.cost for row in rows):
         there = [(row, row.mean) for row in rows if row.cost == cost and row.mean is not None]
-        x, y = np.array([row.microseconds for row, _ in there]), np.array([mean for _, mean in there])
-        lines.append(Line(heading(cost), {"time": x}, y, text=[row.optimizer for row, _ in there]))
+        y, spread = np.array([mean for _, mean in there]), np.array([row.std or 0.0 for row, _ in there])
+        lines.append(
+            Line(
+                heading(cost),
+                np.array([row.microseconds for row, _ in there]),
+                y,
+                y - spread,
+                y + spread,
+                names=[row.optimizer for row, _ in there],
+                style=Style(_COLORS[cost]),
+                mark="points",
+                size=5,
+            )
+        )
     return Plot(
-        name,
+        "costs",
         "What they reach, and how long a step takes",
-        {"time": "microseconds a step"},
-        FRESH,
+        Axis("microseconds a step", log=True),
+        Axis(FRESH, log=True),
         lines,
-        log_x=True,
-        log_y=True,
-        marks="markers",
         levels={f"Newton ({best:.4g})": best},
-        colors={heading(cost): Style(color, "-") for cost, color in _COLORS.items()},
+        write_names=True,
     )
-
-
-def draw_classes(results: Results, costs: Mapping[str, str], x: str, best: float) -> Figure:
-    """Learning curves, one panel a cost class (two if it is large), with LODO in every one."""
-    panels = [panel for cost in (*COSTS, "") for panel in _panels(results, costs, cost) if panel[1]]
-    figure, every = canvas(columns=min(2, len(panels)), rows=(len(panels) + 1) // 2, size=(6.6, 3.8))
-    for axes, (title, group) in zip(every, panels, strict=False):
-        draw_curves(axes, {cell: results[cell] for cell in results if cell in group or cell == _LODO}, x, best)
-        axes.set_title(title)
-    for axes in every[len(panels) :]:
-        axes.set_visible(False)
-    return figure
 
 
 def _panels(results: Results, costs: Mapping[str, str], cost: str) -> list[tuple[str, list[Cell]]]:

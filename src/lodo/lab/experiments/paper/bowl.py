@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from lodo._checks import check_real
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, repeats, tail
 from lodo.lab.optimizers import BASELINES, QUADRATIC
 from lodo.lab.run import Curve
-from lodo.lab.show.figures import band, binned, canvas, styles
-from lodo.lab.show.plots import Paths, Plot, learning_curves, tracked_curves
+from lodo.lab.show.curves import Groups, learning_curves, tracked_curves
+from lodo.lab.show.plots import Axis, Figure, Plot
+from lodo.lab.show.styles import styles
 from lodo.lab.show.tables import Paper, Row, measure
 from lodo.lab.tasks import newton_loss
 
@@ -107,29 +104,14 @@ class BowlExperiment(Experiment):
             notes.append("The paper reports BFGS as diverged.")
         return notes
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        figure, (left, right) = canvas(2)
-        draw_sigma(left, results)
-        draw_curves(
-            right, results, "seconds" if request.seconds else "evaluations", newton_loss(**request.task_options)
-        )
-        return {"bowl": figure}
-
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
-        curves = tracking_plot(f"{self.name}-curves", request, by_label(results))
-        columns = {"sigma": "Distance from the inverse Hessian, estimated", "sigma_exact": "The same, exact"}
-        sigmas = [
-            tracked_curves(
-                f"{self.name}-{column}", title, "sigma = |I - G H| / sqrt(n)", by_label(results), column,
-                levels={"G = 0": 1.0},
-            )
-            for column, title in columns.items()
-        ]  # fmt: skip
-        return [curves, *filter(None, sigmas)]
+    def figures(self, request: Request, results: Results) -> list[Figure]:
+        groups = by_label(results)
+        distance, curves = distance_plot(request, groups), tracking_plot("curves", request, groups)
+        return [Figure(self.name, [distance, curves] if distance.lines else [curves], columns=2)]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         losses = {row.optimizer: row.mean for row in rows if row.metric in (LOSS, FRESH) and row.mean is not None}
-        return compare(losses, "tracks the moving minimum with a loss of")  # on fresh batches, for all
+        return compare_with_rivals(losses, "tracks the moving minimum with a loss of")  # on fresh batches, for all
 
     def _paper_length(self, request: Request) -> str:
         return super()._paper_length(request) if request.seconds is None else "300 s on its machine"
@@ -140,65 +122,32 @@ def check_noise(request: Request) -> None:
     check_real("v", request.task_options.get("v", 1.0), low=0.0, open_low=True)
 
 
-def draw_sigma(axes: Axes, results: Results) -> None:
-    """How far G is from the inverse Hessian, over the run."""
-    looks = styles(cell.label for cell in results)
-    for cell, curves in results.items():
-        measured = [curve.tracked("sigma") for curve in curves if not curve.diverged and "sigma" in curve.columns]
-        if measured:
-            shortest = min(len(values) for _, values in measured)
-            band(
-                axes,
-                measured[0][0][:shortest],
-                np.stack([values[:shortest] for _, values in measured]),
-                cell.label,
-                looks[cell.label],
-            )
-    axes.axhline(1, color="black", lw=0.8, ls="--", label="G = 0")
-    axes.set(xlabel="step", ylabel=r"$\sigma = \|I - G H\|_F / \sqrt{n}$", title="Distance from the inverse Hessian")
-    axes.legend()
+def distance_plot(request: Request, groups: Groups) -> Plot:
+    """How far G is from the inverse Hessian, over the run: estimated, and exact where n is small."""
+    y = Axis("sigma = ‖I - GH‖ / √n")
+    estimated, exact = (
+        tracked_curves("sigma", "Distance from the inverse Hessian", groups, column, y=y, first=request.first_axis)
+        for column in ("sigma", "sigma_exact")
+    )
+    looks = styles(groups)
+    dashed = [
+        replace(line, label=f"{line.label}, exact", style=replace(looks[line.label], dash="--")) for line in exact.lines
+    ]
+    return replace(estimated, lines=[*estimated.lines, *dashed], levels={"G = 0": 1.0})
 
 
-def tracking_plot(
-    name: str, request: Request, groups: Mapping[str, Sequence[Curve]], title: str = "Tracking the moving minimum"
-) -> Plot:
+def tracking_plot(name: str, request: Request, groups: Groups, title: str = "Tracking the moving minimum") -> Plot:
     """The loss on fresh batches, with Newton's as a level."""
     best = newton_loss(**request.task_options)
     return learning_curves(
         name,
         title,
         {label: curves for label, curves in groups.items() if label != "Newton"},
-        first="seconds" if request.seconds else "step",
+        y=Axis("loss on fresh batches", log=True, range=(0.85 * best, 12 * best)),
+        first=request.first_axis,
         fine=lambda curve: not curve.diverged and tracking_error(curve) < math.inf,
-        log_y=True,
         levels={f"Newton ({best:.4g})": best},
-        focus=(0.85 * best, 12 * best),
     )
-
-
-def draw_curves(axes: Axes, results: Results, x: str, best: float) -> None:
-    """Loss on fresh batches by step or by second, mean and spread over seeds, with Newton's line."""
-    looks = styles(cell.label for cell in results)
-    for cell, curves in results.items():
-        fine = [curve for curve in curves if not curve.diverged and tracking_error(curve) < math.inf]
-        lost = len(curves) - len(fine)
-        label = f"{cell.label} ({lost} of {len(curves)} diverged)" if lost else cell.label
-        if fine and cell.label != "Newton":
-            band(axes, *binned(fine, x), label, looks[cell.label])
-        elif not fine:
-            axes.plot([], [], color=looks[cell.label].color, ls=looks[cell.label].ls, label=label)
-    axes.axhline(best, color="black", ls=":", label=f"Newton ({best:.4g})")
-    axes.set_yscale("log")
-    axes.set_ylim(0.85 * best, 12 * best)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set(
-        xlabel="step" if x == "evaluations" else "seconds of training",
-        ylabel="loss on fresh batches",
-        title="Tracking the moving minimum (mean and s.d. over seeds)",
-    )
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def tracking_error(curve: Curve, fresh: bool = False) -> float:
@@ -216,7 +165,9 @@ def last(curve: Curve, column: str) -> float:
 _DENSE = frozenset(known.label for known in BASELINES.values() if known.cost == QUADRATIC)
 
 
-def compare(losses: dict[str, float], verb: str, *, ours: str = "LODO", left_out: Collection[str] = _DENSE) -> str:
+def compare_with_rivals(
+    losses: dict[str, float], verb: str, *, ours: str = "LODO", left_out: Collection[str] = _DENSE
+) -> str:
     """LODO against the best of the others, without those that a large network could not afford."""
     left_out = {ours, *left_out}
     rivals = {name: loss for name, loss in losses.items() if not {name, name.partition(" (")[0]} & left_out}

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from matplotlib.figure import Figure
 
 from lodo import estimate as memory
 from lodo.lab import data
 from lodo.lab.experiments.base import Request, Results, tail
-from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, last_tracked, learning_curves, speed
+from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, last_tracked, speed
 from lodo.lab.optimizers import hyperparameters
 from lodo.lab.show.tables import Paper, Row
 from lodo.lab.tasks.resnet import count_weights
@@ -106,9 +105,6 @@ class Cifar10Experiment(NetworkExperiment):
                 "does one run at a time, on all cores."
             )
         return lines
-
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        return {self.name: learning_curves(results, "test_accuracy", "test accuracy")}
 
 
 _SHAPING = (

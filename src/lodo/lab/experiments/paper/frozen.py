@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.experiments.paper.bowl import check_noise
 from lodo.lab.optimizers import Choice, hyperparameters
 from lodo.lab.run import Curve, Run
-from lodo.lab.show.figures import Style, canvas
-from lodo.lab.show.plots import Line, Paths, Plot
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
+from lodo.lab.show.styles import Style
 from lodo.lab.show.tables import Paper, Row, measure
 
 AFTER = 200  # steps after the change that are run
@@ -68,31 +67,15 @@ class FrozenExperiment(Experiment):
             rows.append(measure(cell.label, METRIC, alive, _at, paper if cell.label == FROZEN else (None, None)))
         return rows + [measure(cell.label, LATER, curves, _later) for cell, curves in results.items()]
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        figure, (axes,) = canvas()
-        for cell, curves in results.items():
-            for i, curve in enumerate(curves):
-                losses = _after(curve)
-                label = cell.label if i == 0 else None
-                axes.plot(np.arange(1, len(losses) + 1), losses, color=_COLOURS[cell.label], lw=0.9, label=label)
-        axes.set_yscale("log")
-        axes.set_ylim(1e-1, 1e40)
-        axes.set(
-            xlabel="steps after the change", ylabel="loss", title=f"After {request.evaluations:,} steps of learning"
-        )
-        axes.legend()
-        return {"bowl-frozen": figure}
-
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+    def figures(self, request: Request, results: Results) -> list[Figure]:
         lines = [
-            Line(cell.label, {"after": np.arange(1, len(losses) + 1)}, losses)
+            Line(cell.label, np.arange(1, len(losses) + 1), losses, style=Style(_COLOURS[cell.label], width=0.9))
             for cell, curves in results.items()
             for losses in map(_after, curves)
         ]
         title = f"After {request.evaluations:,} steps of learning, one line a seed"
-        looks = {label: Style(color, "-") for label, color in _COLOURS.items()}
-        axes = {"after": "steps after the change"}
-        return [Plot("bowl-frozen-after", title, axes, "loss", lines, log_y=True, focus=(1e-1, 1e40), colors=looks)]
+        y = Axis("loss", log=True, range=(1e-1, 1e40))
+        return [Figure(self.name, [Plot("after", title, Axis("steps after the change"), y, lines)])]
 
     def notes(self, request: Request, results: Results) -> list[str]:
         return ["One line of the figure is one seed. A run that left the range of numbers counts as diverged."]

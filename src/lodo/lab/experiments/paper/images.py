@@ -9,15 +9,12 @@ from statistics import mean, stdev
 from typing import ClassVar
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from lodo.lab import data
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, digest_of, tail
 from lodo.lab.run import Curve
-from lodo.lab.show.figures import Style, band, binned, canvas, styles
-from lodo.lab.show.plots import Paths, Plot, late_focus, tracked_curves
-from lodo.lab.show.plots import learning_curves as curves_plot
+from lodo.lab.show.curves import Groups, late_range, learning_curves, mean_line, progress, thinned, tracked_curves
+from lodo.lab.show.plots import Axis, Figure, Plot
 from lodo.lab.show.tables import Paper, Row, measure, with_spread
 
 SPEED = "steps a second, while runs shared the machine"
@@ -125,14 +122,13 @@ class NetworkExperiment(Experiment):
             notes.append(f"LODO takes {speeds['LODO'] / speeds['Adam']:.2f} times as many steps a second as Adam.")
         return notes
 
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
-        groups, (column, label) = by_label(results), self.tracked
-        first = "seconds" if request.seconds else "step"
-        plots = [
-            curves_plot(f"{self.name}-curves", "Training", groups, first=first),
-            tracked_curves(f"{self.name}-{column}", label.capitalize(), label, groups, column),
-        ]
-        return [replace(plot, focus=late_focus(plot.lines)) for plot in plots if plot is not None]
+    def figures(self, request: Request, results: Results) -> list[Figure]:
+        groups, first, (column, label) = by_label(results), request.first_axis, self.tracked
+        training = learning_curves("curves", "Training", groups, y=Axis("training loss"), first=first, by_time=True)
+        tracked = tracked_curves(column, label.capitalize(), groups, column, y=Axis(label), first=first)
+        panels = [training, difference_plot(groups), tracked]
+        closer = [replace(plot, y=replace(plot.y, range=late_range(plot.lines))) for plot in panels if plot.lines]
+        return [Figure(self.name, closer, columns=2, size=(5.6, 3.8), shared_legend=True)]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         first = [row for row in rows if row.metric == rows[0].metric and row.mean is not None]
@@ -152,58 +148,18 @@ def last_tracked(curve: Curve, column: str) -> float:
     return float(values[-max(1, len(values) // 10) :].mean()) if len(values) else float("nan")
 
 
-def learning_curves(results: Results, tracked: str, label: str) -> Figure:
-    """Training loss by step, by time and beside the best optimizer's, and a tracked quantity by step."""
-    figure, (by_step, by_time, beside, last) = canvas(2, 2, size=(5.6, 3.8))
-    looks = styles(cell.label for cell in results)
-    whole = {cell: curves for cell, curves in results.items() if not any(curve.diverged for curve in curves)}
-    best = min(whole, key=lambda cell: mean(tail(curve) for curve in whole[cell]), default=None)
-    for cell, curves in results.items():
-        fine = [curve for curve in curves if not curve.diverged]
-        lost = len(curves) - len(fine)
-        name = f"{cell.label} ({lost} of {len(curves)} diverged)" if lost else cell.label
-        drawn = looks[cell.label]
-        if not fine:
-            by_step.plot([], [], color=drawn.color, ls=drawn.ls, label=name)
-            continue
-        band(by_step, *binned(fine, bins=60), name, drawn)
-        steps, losses = binned(fine, bins=20)
-        band(by_time, seconds_at(fine, steps), losses, name, drawn)
-        if best is not None and cell in whole and len(whole[cell]) == len(whole[best]):
-            band(beside, steps, losses - binned(whole[best], bins=20)[1], name, drawn)
-        _draw_tracked(last, fine, tracked, name, drawn)
-    by_step.set(xlabel="step", ylabel="training loss", title="Training, by step")
-    by_time.set(xlabel="seconds of training", ylabel="training loss", title="Training, by time")
-    of = "the best" if best is None else best.label
-    beside.set(xlabel="step", ylabel="difference of training losses", title=f"Training, from {of} on the same seed")
-    last.set(xlabel="step", ylabel=label, title=f"{label.capitalize()}, by step")
-    for axes in (by_step, by_time, beside, last):
-        _focus(axes)
-    figure.legend(*by_step.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
-    return figure
-
-
-def seconds_at(curves: Sequence[Curve], steps: np.ndarray) -> np.ndarray:
-    """How long training took until these steps, in the mean."""
-    every = [np.interp(steps, curve["evaluations"], curve["seconds"].astype(np.float64)) for curve in curves]
-    middle: np.ndarray = np.stack(every).mean(0)
-    return middle
-
-
-def _draw_tracked(axes: Axes, curves: Sequence[Curve], column: str, name: str, drawn: Style) -> None:
-    measured = [curve.tracked(column) for curve in curves]
-    length = min(len(values) for _, values in measured)
-    if length:
-        values = np.stack([values[:length] for _, values in measured])
-        band(axes, measured[0][0][:length], values, name, drawn)
-
-
-def _focus(axes: Axes) -> None:
-    """Show what most curves do after their first steps: one that explodes does not flatten the others."""
-    drawn = [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.get_lines()]
-    late = [part[len(part) // 10 :] for part in drawn]
-    ranges = np.array([(part.min(), part.max()) for part in late if part.size and np.isfinite(part).all()])
-    if len(ranges):
-        low, high = ranges[:, 0].min(), np.median(ranges[:, 1])
-        room = 0.15 * (high - low) or 1.0
-        axes.set_ylim(low - room, high + room)
+def difference_plot(groups: Groups) -> Plot:
+    """Training losses minus those of the best optimizer on the same seed."""
+    whole = {label: curves for label, curves in groups.items() if not any(curve.diverged for curve in curves)}
+    if not whole:
+        return Plot("difference", "Training", Axis("step"), Axis("difference of training losses"), [])
+    best = min(whole, key=lambda label: mean(tail(curve) for curve in whole[label]))
+    length = min(len(curve["step"]) for curves in whole.values() for curve in curves)
+    losses = {label: thinned(curves, points=40, length=length) for label, curves in whole.items()}
+    lines = [
+        mean_line(label, {**columns, "value": columns["value"] - losses[best]["value"]})
+        for label, columns in losses.items()
+        if len(whole[label]) == len(whole[best])
+    ]
+    title = f"Training, from {best} on the same seed"
+    return Plot("difference", title, Axis(progress(whole)), Axis("difference of training losses"), lines)

@@ -6,19 +6,19 @@ import logging
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from rich.progress import track
 
 from lodo.lab import data
 from lodo.lab.experiments.base import Plan, Request, Results, tail
-from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, learning_curves, speed
+from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, speed
+from lodo.lab.optimizers import paper_hyperparameters
 from lodo.lab.run import Curve, read_weights, threads
-from lodo.lab.show.figures import canvas
-from lodo.lab.show.plots import Line, Paths, Plot
+from lodo.lab.show.plots import Axis, Figure, Line, Pixels, Plot
 from lodo.lab.show.tables import Paper, Row
 from lodo.lab.tasks.generator import inputs, sample
 
@@ -92,7 +92,8 @@ PAPER_SPEED: dict[str, Paper] = {
     "LODO-No-Momentum": (5.46, 0.06),
     "LODO-SGD": (5.44, 0.02),
 }
-BETAS = [round(1 - (1 - 0.9343) ** (i / 7), 4) for i in range(8)]  # 1 - beta on a logarithmic grid
+_LARGEST_BETA = paper_hyperparameters("mnist", "lodo")["beta"]
+BETAS = [round(1 - (1 - _LARGEST_BETA) ** (i / 7), 4) for i in range(8)]  # 1 - beta on a logarithmic grid
 GRID = 16  # drawn images of each optimizer
 
 
@@ -125,12 +126,8 @@ class MnistExperiment(NetworkExperiment):
             notes.append(f"{name}: {'all pixels' if size is None else f'{size:,} random pixels'} of its images.")
         return notes
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        return {
-            self.name: learning_curves(results, "validation_loss", "validation loss"),
-            f"{self.name}-inputs": draw_inputs(),
-            **draw_samples(self.name, results),
-        }
+    def draw_pictures(self, request: Request, results: Results) -> list[Figure]:
+        return [draw_inputs(f"{self.name}-inputs"), *draw_samples(f"{self.name}-samples", results)]
 
 
 class AblationsExperiment(MnistExperiment):
@@ -162,7 +159,7 @@ class MomentumExperiment(MnistExperiment):
                 raise ValueError(f"optimizers must have an option beta, such as lodo(beta=0.5), got {cell.label}")
         return plan
 
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+    def figures(self, request: Request, results: Results) -> list[Figure]:
         rows = self.table(TRAINING, results, tail, {})
         there = [
             (float(curves[0].run.options["beta"]), row.mean, row.std or 0.0)
@@ -170,24 +167,14 @@ class MomentumExperiment(MnistExperiment):
             if row.mean is not None
         ]
         beta, mean, std = np.array(sorted(there)).reshape(-1, 3).T
-        lines = [Line("LODO", {"beta": beta}, mean, mean - std, mean + std)]
-        title = "The momentum of LODO"
-        beside = Plot(f"{self.name}-beta", title, {"beta": "beta"}, TRAINING, lines, marks="lines+markers")
-        return [beside, *super().plots(request, results)]
+        line = Line("LODO", 1 - beta, mean, mean - std, mean + std, names=[f"beta = {b:g}" for b in beta], mark="both")
+        x = Axis("beta", log=True, ticks={float(1 - b): f"{b:g}" for b in beta}, reversed=True)
+        by_beta = Plot("beta", "The momentum of LODO", x, Axis("training loss over the last 10 %"), [line])
+        (curves,) = super().figures(request, results)
+        return [Figure(self.name, [by_beta]), replace(curves, name=f"{self.name}-curves")]
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        figure, (axes,) = canvas()
-        betas = [float(curves[0].run.options["beta"]) for curves in results.values()]
-        rows = self.table(TRAINING, results, tail, {})
-        means = [math.nan if row.mean is None else row.mean for row in rows]
-        errors = [row.std or 0.0 for row in rows]
-        axes.errorbar([1 - beta for beta in betas], means, errors, marker="o", capsize=3, color="#0072b2")
-        axes.set_xscale("log")
-        axes.invert_xaxis()
-        axes.set_xticks([1 - beta for beta in betas], [f"{beta:g}" for beta in betas], minor=False)
-        axes.set_xticks([], minor=True)
-        axes.set(xlabel="beta", ylabel="training loss over the last 10 %", title="The momentum of LODO")
-        return {self.name: figure}
+    def draw_pictures(self, request: Request, results: Results) -> list[Figure]:
+        return []
 
 
 def test_loss(curve: Curve) -> float:
@@ -198,43 +185,43 @@ def test_loss(curve: Curve) -> float:
 test_loss.__test__ = False  # type: ignore[attr-defined]  # pytest shall not take it for a test
 
 
-def draw_inputs() -> Figure:
+def draw_inputs(name: str) -> Figure:
     """What the network sees of five images: the paper's picture of preprocessed data."""
     images = data.load("mnist").train.images[:5]
     side = images.shape[-1]
     queries = (side * side * torch.tensor([0.3, 0.45, 0.55, 0.7, 0.9])).long() + 3
-    x = inputs(images, queries)
-    figure, axes = canvas(len(x), len(images), size=(1.1, 1.1))
+    x = inputs(images, queries).numpy()
     titles = ("known pixels", "left of the query", "known", "row", "column")
-    for at, place in enumerate(axes):
-        row, column = divmod(at, len(x))
-        place.imshow(x[column, :, :, row].numpy(), cmap="gray", vmin=0 if column == 0 else -1, vmax=1)
-        place.set_axis_off()
-        if row == 0:
-            place.set_title(titles[column], fontsize="xx-small")
-    return figure
+    panels = [
+        Pixels(
+            f"{row}-{column}",
+            title if row == 0 else "",
+            x[column, :, :, row],
+            (0.0 if column == 0 else -1.0, 1.0),
+        )
+        for row in range(len(images))
+        for column, title in enumerate(titles)
+    ]
+    return Figure(name, panels, columns=len(titles), size=(1.1, 1.1))
 
 
-def draw_samples(name: str, results: Results) -> dict[str, Figure]:
-    """A grid of images drawn by the network of each optimizer's first seed."""
+def draw_samples(name: str, results: Results) -> list[Figure]:
+    """A grid of images drawn by the network of each optimizer's first seed; no figure if no network was kept."""
     networks = {cell.label: curves[0].weights for cell, curves in results.items() if curves[0].weights is not None}
     if not networks:
-        return {}
+        return []
     side = data.load("mnist").train.images.shape[-1]
-    columns = min(4, len(networks))
-    figure, axes = canvas(columns, math.ceil(len(networks) / columns), size=(2.4, 2.6))
-    for place in axes:
-        place.set_axis_off()
-    for place, (label, path) in zip(axes, track(networks.items(), "drawing digits", transient=True), strict=False):
+    panels = []
+    for label, path in track(networks.items(), "drawing digits", transient=True):
         assert path is not None
-        place.set_title(textwrap.fill(label, 32), fontsize="small")
         try:
             weights = read_weights(path)[1]
         except ValueError as error:
             log.warning("no images of %s are drawn: %s", label, error)
             continue
-        place.imshow(grid(draw_images(weights, GRID, side, seed=0)), cmap="gray", vmin=0, vmax=255)
-    return {f"{name}-samples": figure}
+        images = grid(draw_images(weights, GRID, side, seed=0))
+        panels.append(Pixels(label, textwrap.fill(label, 32), images, (0.0, 255.0)))
+    return [Figure(name, panels, columns=4, size=(2.4, 2.6))] if panels else []
 
 
 def draw_images(weights: Sequence[torch.Tensor], number: int, side: int, seed: int) -> np.ndarray:

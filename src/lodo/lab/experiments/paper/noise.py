@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, repeats
-from lodo.lab.experiments.paper.bowl import compare, last, tracking_error
-from lodo.lab.show.figures import canvas, styles
-from lodo.lab.show.plots import Line, Paths, Plot
+from lodo.lab.experiments.paper.bowl import compare_with_rivals, last, tracking_error
+from lodo.lab.show.plots import Axis, Figure, Line, Plot
 from lodo.lab.show.tables import Paper, Row, measure
 from lodo.lab.tasks import newton_loss
 
@@ -71,44 +68,24 @@ class NoiseExperiment(Experiment):
     def notes(self, request: Request, results: Results) -> list[str]:
         return ["The paper prints two decimals, so that its smallest values are known to some 5 % only."]
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        figure, (left, right) = canvas(2)
-        best = [newton_loss(v=v, **request.task_options) for v in VARIANCES]
-        means = {(row.optimizer, row.metric): row.mean for row in self.rows(request, results)}
-        for label, drawn in styles(cell.label for cell in results).items():
-            losses = [means[label, f"loss, v = {v:g}"] for v in VARIANCES]
-            there = [(v, loss, low) for v, loss, low in zip(VARIANCES, losses, best, strict=True) if loss is not None]
-            if there:
-                v, loss, low = zip(*there, strict=True)
-                left.plot(v, loss, marker="o", ms=3, color=drawn.color, ls=drawn.ls, label=label)
-                ratio = [a / b for a, b in zip(loss, low, strict=True)]
-                right.plot(v, ratio, marker="o", ms=3, color=drawn.color, ls=drawn.ls, label=label)
-        for axes in (left, right):
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-            axes.set_xlabel("noise variance v")
-        left.set(ylabel="loss", title="Tracking error")
-        right.set(ylabel="loss over Newton's", title="Tracking error over the best possible")
-        right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return {"bowl-noise": figure}
-
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
+    def figures(self, request: Request, results: Results) -> list[Figure]:
         best = {v: newton_loss(v=v, **request.task_options) for v in VARIANCES}
         rows = {(row.optimizer, row.metric): row for row in self.rows(request, results)}
         losses, ratios = [], []
         for label in dict.fromkeys(cell.label for cell in results):
             there = [(v, row) for v in VARIANCES if (row := rows.get((label, f"loss, v = {v:g}"))) and row.mean]
-            x = {"v": np.array([v for v, _ in there])}
-            mean, std = (np.array([getattr(row, name) or 0.0 for _, row in there]) for name in ("mean", "std"))
+            v = np.array([v for v, _ in there])
+            mean = np.array([row.mean for _, row in there])
+            std = np.array([row.std or 0.0 for _, row in there])
             over = np.array([best[v] for v, _ in there])
-            losses.append(Line(label, x, mean, mean - std, mean + std))
-            ratios.append(Line(label, x, mean / over, (mean - std) / over, (mean + std) / over))
-        axes = {"v": "noise variance v"}
-        look: dict[str, Any] = {"log_x": True, "log_y": True, "marks": "lines+markers"}
-        return [
-            Plot("bowl-noise-losses", "Tracking error", axes, "loss", losses, **look),
-            Plot("bowl-noise-ratios", "Over the best possible", axes, "loss over Newton's", ratios, **look),
+            losses.append(Line(label, v, mean, mean - std, mean + std, mark="both", size=3))
+            ratios.append(Line(label, v, mean / over, (mean - std) / over, (mean + std) / over, mark="both", size=3))
+        x = Axis("noise variance v", log=True)
+        panels = [
+            Plot("losses", "Tracking error", x, Axis("loss", log=True), losses),
+            Plot("ratios", "Tracking error over the best possible", x, Axis("loss over Newton's", log=True), ratios),
         ]
+        return [Figure(self.name, panels, columns=2, shared_legend=True)]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         ratios = [
@@ -123,8 +100,9 @@ class NoiseExperiment(Experiment):
             if row.metric in ("loss, v = 1", "loss on fresh batches, v = 1") and row.mean is not None
         }
         if len(ratios) < 2:
-            return compare(at_one, "tracks the moving minimum at v = 1 with a loss of")
+            return compare_with_rivals(at_one, "tracks the moving minimum at v = 1 with a loss of")
         return (
             f"LODO's loss over v stays within {max(ratios) / min(ratios) - 1:.1%} "
-            f"while v grows from {VARIANCES[0]:g} to {VARIANCES[-1]:g}; " + compare(at_one, "at v = 1 has a loss of")
+            f"while v grows from {VARIANCES[0]:g} to {VARIANCES[-1]:g}; "
+            + compare_with_rivals(at_one, "at v = 1 has a loss of")
         )

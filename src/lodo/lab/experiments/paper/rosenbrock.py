@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label
 from lodo.lab.run import Curve
-from lodo.lab.show.figures import canvas, styles
-from lodo.lab.show.plots import Paths, Plot
+from lodo.lab.show.curves import learning_curves
+from lodo.lab.show.plots import Axis, Contours, Figure
 from lodo.lab.show.tables import Paper, Row, measure
 from lodo.lab.tasks.rosenbrock import START, rosenbrock
 
@@ -47,11 +46,16 @@ class RosenbrockExperiment(Experiment):
             for cell, curves in results.items()
         ]
 
-    def figures(self, request: Request, results: Results) -> dict[str, Figure]:
-        return {"rosenbrock-curves": _curves(results), "rosenbrock-trajectories": _trajectories(results)}
-
-    def plots(self, request: Request, results: Results) -> list[Plot | Paths]:
-        return [*super().plots(request, results), *trajectories(results)]
+    def figures(self, request: Request, results: Results) -> list[Figure]:
+        curves = learning_curves(
+            "curves",
+            "Rosenbrock function",
+            by_label(results),
+            y=Axis("loss", log=True),
+            first=request.first_axis,
+            geometric=True,
+        )
+        return [Figure(f"{self.name}-curves", [curves]), *trajectories(f"{self.name}-trajectories", results)]
 
     def notes(self, request: Request, results: Results) -> list[str]:
         return [
@@ -73,60 +77,31 @@ def late(curve: Curve) -> float:
     return float(curve["loss"][evaluations >= 0.9 * evaluations[-1]].astype(np.float64).mean())
 
 
-def trajectories(results: Results) -> list[Paths]:
-    """The paths of the first seeds over the contours."""
+def trajectories(name: str, results: Results) -> list[Figure]:
+    """The paths of the first seeds over the contours; no figure if none were recorded."""
     paths = {}
     for cell, (first, *_) in results.items():
         if "x" in first.columns:
-            x, y = (np.append(start, first[name]) for name, start in zip("xy", START, strict=True))
+            x, y = (np.append(start, first[column]) for column, start in zip("xy", START, strict=True))
             paths[cell.label] = (x, y, rosenbrock(torch.from_numpy(x), torch.from_numpy(y)).numpy())
     if not paths:
         return []
     x, y = np.linspace(-2.2, 2.2, 133), np.linspace(-1.2, 3.2, 133)
     height = rosenbrock(torch.from_numpy(x)[None, :], torch.from_numpy(y)[:, None]).numpy()
-    marked = {"start": START, "minimum": MINIMUM}
-    title = "Trajectories of the first seed"
-    return [Paths("rosenbrock-paths", title, paths, x, y, np.log10(np.maximum(height, 1e-4)), marked, SHOWN)]
+    contours = Contours(
+        "paths",
+        "Trajectories of the first seed",
+        paths,
+        x,
+        y,
+        np.log10(np.maximum(height, 1e-4)),
+        levels=(-1.5, 1.2, 0.3),
+        marked={"start": START, "minimum": MINIMUM},
+        first=SHOWN,
+    )
+    return [Figure(name, [contours], size=(6.5, 4.6))]
 
 
 def _metric(request: Request) -> str:
     end = request.evaluations
     return f"mean loss over steps {end * 9 // 10} to {end}" if end else "mean loss over the last 10 %"
-
-
-def _curves(results: Results) -> Figure:
-    figure, (axes,) = canvas()
-    looks = styles(cell.label for cell in results)
-    for cell, curves in results.items():
-        drawn = looks[cell.label]
-        logs = [np.log(np.maximum(curve["loss"], 1e-300)) for curve in curves if not curve.diverged]
-        if not logs:
-            continue
-        shortest = min(map(len, logs))
-        values = np.stack([log[:shortest] for log in logs])
-        at, middle = np.arange(1, shortest + 1), values.mean(0)
-        axes.plot(at, np.exp(middle), color=drawn.color, ls=drawn.ls, label=cell.label)
-        if len(values) > 1 and np.any(spread := values.std(0, ddof=1)):
-            axes.fill_between(at, np.exp(middle - spread), np.exp(middle + spread), color=drawn.color, alpha=0.2, lw=0)
-    axes.set_yscale("log")
-    axes.set(xlabel="step", ylabel="loss", title="Rosenbrock function")
-    axes.legend()
-    return figure
-
-
-def _trajectories(results: Results) -> Figure:
-    figure, (axes,) = canvas(size=(6.5, 4.6))
-    x, y = torch.meshgrid(torch.linspace(-2.2, 2.2, 400), torch.linspace(-1.2, 3.2, 400), indexing="xy")
-    axes.contour(x, y, rosenbrock(x, y), levels=np.logspace(-3, 1.2, 15), colors="0.8", linewidths=0.6)
-    looks = styles(cell.label for cell in results)
-    for cell, curves in results.items():
-        drawn, first = looks[cell.label], curves[0]
-        if "x" in first.columns:
-            path = [np.append(start, first[name][:SHOWN]) for name, start in zip("xy", START, strict=True)]
-            axes.plot(*path, color=drawn.color, ls=drawn.ls, lw=0.9, marker="o", ms=1.8, label=cell.label)
-    axes.plot(*START, marker="*", color="red", ms=12, ls="none", label="start", zorder=5)
-    axes.plot(*MINIMUM, marker="*", color="green", ms=12, ls="none", label="minimum", zorder=5)
-    axes.set(xlim=(-2.2, 2.2), ylim=(-1.2, 3.2), xlabel="x", ylabel="y", title=f"The first {SHOWN} steps, first seed")
-    axes.grid(visible=False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure

@@ -1,13 +1,15 @@
-"""Compare optimizers on a task of the laboratory or on one's own, from Python."""
+"""One's own comparison: any optimizers on any task, as an experiment and as the Python function `compare`."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -16,22 +18,125 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lodo._checks import check_choice, check_int
-from lodo.lab.experiments.base import by_label
-from lodo.lab.experiments.comparison import Comparison
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_label, digest_of, tail
+from lodo.lab.experiments.catalog import Entry, Size
+from lodo.lab.experiments.paper.bowl import last
+from lodo.lab.experiments.paper.rosenbrock import trajectories
 from lodo.lab.optimizers import BASELINES, Baseline, Choice, parse
 from lodo.lab.page.commands import run_command
 from lodo.lab.page.render import write_page
-from lodo.lab.page.results import Found, find
-from lodo.lab.page.sections import section
+from lodo.lab.page.results import StoredResults, read_results
+from lodo.lab.page.sections import experiment_section
 from lodo.lab.pipeline import conduct
-from lodo.lab.run import Curve
-from lodo.lab.show.tables import Row
+from lodo.lab.run import COLUMNS, Curve
+from lodo.lab.show.curves import learning_curves, tracked_curves
+from lodo.lab.show.plots import Axis, Figure
+from lodo.lab.show.tables import Row, measure
 from lodo.lab.tasks import TASKS, Task
+
+LOSS = "loss over the last 10 %"
+TIME = "microseconds of training an evaluation, while runs shared the machine"
 
 Loss = Callable[[], Tensor]
 Measure = Callable[[], Mapping[str, float]]
 Made = tuple[Loss, Iterable[Parameter]] | tuple[Loss, Iterable[Parameter], Measure]
 Maker = Callable[[list[Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class ComparedRow(Row):
+    """A figure beside the lowest of its table."""
+
+    columns: ClassVar[tuple[str, ...]] = ("optimizer", "mean ± s.d.", "against the lowest", "seeds")
+
+    lowest: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        above = f"{100 * (self.mean / self.lowest - 1):+.1f} %" if self.mean and self.lowest else ""
+        return self.optimizer, self.ours, above if self.mean != self.lowest else "", self.runs
+
+
+class Comparison(Experiment):
+    """Optimizers on one task.
+
+    Args:
+        task: its name, as in `lodo.lab.tasks.TASKS`.
+    """
+
+    optimizers = "lodo, adam"
+    row = ComparedRow
+
+    def __init__(self, task: str) -> None:
+        size = Size(evaluations=1_000, seeds=3)
+        super().__init__(
+            Entry(f"compare-{task}", f"Comparison on {task}", "a comparison of your own", task, full=size, quick=size)
+        )
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return "lodo", "compare", self.task
+
+    def plan(self, request: Request) -> Plan:
+        dataset = TASKS[self.task].dataset
+        options = {} if dataset is None else {"digest": digest_of(request, dataset)}
+        return self.by_choice(request, **options)
+
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        rows = _compared_rows(LOSS, results, tail)
+        for column in tracked_columns(results):
+            rows += _compared_rows(f"{column} at the end", results, partial(last, column=column))
+        for name in dict.fromkeys(name for curves in results.values() for curve in curves for name in curve.final):
+            rows += _compared_rows(f"{name}, measured once", results, partial(_final, name=name))
+        return rows + _compared_rows(
+            TIME, results, lambda curve: 1e6 * float(curve["seconds"][-1] / curve["evaluations"][-1])
+        )
+
+    def figures(self, request: Request, results: Results) -> list[Figure]:
+        groups, first = by_label(results), request.first_axis
+        y = Axis("loss", log=_all_positive(results))
+        curves = learning_curves("curves", "Learning curves", groups, y=y, first=first, by_time=True)
+        tracked = [
+            tracked_curves(column, column, groups, column, y=Axis(column), first=first)
+            for column in tracked_columns(results)
+        ]
+        panels = [curves, *(plot for plot in tracked if plot.lines)]
+        figures = [Figure(self.name, panels, columns=2, shared_legend=True)]
+        return [*figures, *trajectories(f"{self.name}-trajectories", results)] if self.task == "rosenbrock" else figures
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        means = {row.optimizer: row.mean for row in rows if row.metric == LOSS and row.mean is not None}
+        if not means:
+            return "All diverged."
+        order = sorted(means, key=lambda name: means[name])
+        return f"Lowest loss first: {', '.join(f'{name} {means[name]:.4g}' for name in order)}."
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        return ["Every optimizer has the settings that it was given: a comparison is as fair as the tuning before it."]
+
+    def about(self, request: Request) -> str:
+        return f"{self.size(request)}. A step is one evaluation of the loss and its gradient."
+
+
+def tracked_columns(results: Results) -> list[str]:
+    """What tasks measured on the way."""
+    every = (name for curves in results.values() for curve in curves for name in curve.columns)
+    return [name for name in dict.fromkeys(every) if name not in ("step", *COLUMNS)]
+
+
+def _final(curve: Curve, name: str) -> float:
+    return curve.final.get(name, math.nan)
+
+
+def _all_positive(results: Results) -> bool:
+    """Whether a logarithmic axis can show every loss."""
+    return all(curve["loss"].min() > 0 for curves in results.values() for curve in curves if not curve.diverged)
+
+
+def _compared_rows(metric: str, results: Results, value: Callable[[Curve], float]) -> list[Row]:
+    rows = [measure(cell.label, metric, curves, value) for cell, curves in results.items()]
+    lowest = min((row.mean for row in rows if row.mean is not None and row.mean > 0), default=None)
+    return [ComparedRow(**asdict(row), lowest=lowest) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -108,18 +213,25 @@ def compare(
         )
         folder = Path(scratch if out is None else out)
         conduct(experiment, request, folder, workers=workers, console=console, draw=out is not None)
-        found = find(experiment, folder)
+        stored = read_results(experiment, folder)
         if page is not None:
             spelled = isinstance(task, str) and isinstance(optimizers, str)
-            write_comparison(found, Path(page), Path(out or "results") if spelled else None, console)
-        return Compared(found.rows, by_label(found.results), None if page is None else Path(page))
+            write_comparison(stored, Path(page), Path(out or "results") if spelled else None, console)
+        return Compared(stored.rows, by_label(stored.results), None if page is None else Path(page))
 
 
-def write_comparison(found: Found, page: Path, out: Path | None, console: Console) -> None:
-    """The page of one comparison; ``out`` is the folder that the command to make it again has, None has no command."""
-    redo = "" if out is None else run_command(found.experiment, found.request, out, found.results)
-    shown = section(found, out or Path(), redo)
-    write_page(page, found.experiment.title, [shown], "Every curve, hidden and shown as you like.")
+def write_comparison(stored: StoredResults, page: Path, out: Path | None, console: Console) -> None:
+    """Write the page of one comparison.
+
+    Args:
+        stored: what the comparison left.
+        page: the HTML file.
+        out: the folder that stands in the command to repeat the comparison; without one no command is shown.
+        console: where the name of the page goes.
+    """
+    command = "" if out is None else run_command(stored.experiment, stored.request, out, stored.results)
+    section = experiment_section(stored, out or Path(), command)
+    write_page(page, stored.experiment.title, [section], "Every curve, hidden and shown as you like.")
     console.print(f"page: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
