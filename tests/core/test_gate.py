@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lodo.gate import Gate
 
 from helpers import BACKENDS, FAMILIES, difference, give_gradients, parameter, quadratic
 from lodo import LODO
-from lodo.gate import Gate
 
 F64 = torch.float64
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lodo.kernels.cpu import FusedMixing
 
 from helpers import BACKENDS, FAMILIES, parameter
 from lodo import LODO, memory, memory_estimate
-from lodo.kernels.cpu import FusedMixing
 
 ROBUST = {"mixing": "shuffle", "momentum": "learned", "moment_dtype": torch.bfloat16, "save_activations": False}
 OPTIONS = {

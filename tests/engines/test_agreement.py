@@ -189,7 +189,10 @@ def test_reference_and_fused_agree_in_float32_on_a_large_network():
     n = 9000
     curvature = torch.linspace(0.1, 1, n)
     xs = [torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1))) for _ in BACKENDS]
-    opts = [LODO([x], lr=0.3, backend=backend, preconditioner=Mixing(depth=4)) for x, backend in zip(xs, BACKENDS, strict=True)]
+    opts = [
+        LODO([x], lr=0.3, backend=backend, preconditioner=Mixing(depth=4))
+        for x, backend in zip(xs, BACKENDS, strict=True)
+    ]
     for _ in range(10):
         for x, opt in zip(xs, opts, strict=True):
             x.grad = curvature * x.detach()

@@ -15,7 +15,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lodo import LODO
-from lodo.spelling import parse_calls
 from lodo.lab.optimizers import keras
 from lodo.lab.optimizers.frozen import FrozenLODO
 from lodo.lab.optimizers.l2l_weights import make_l2l, weights_digest
@@ -23,6 +22,7 @@ from lodo.lab.optimizers.lbfgs import StochasticLBFGS
 from lodo.lab.optimizers.libraries import OF_THE_EXTRA, library_versions, make, of_extra, of_pytorch_optimizer, of_torch
 from lodo.lab.optimizers.second_order import BFGS, LevenbergMarquardt, Newton
 from lodo.lab.tasks import Task
+from lodo.spelling import parse_calls
 
 __all__ = [
     "BASELINES",
