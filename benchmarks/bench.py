@@ -39,7 +39,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import oracle
 from lodo import LODO, Mixing
-from lodo.memory import huge_zeros
+from lodo.engines.numba.mixing import NumbaMixing
+from lodo.engines.numba.pages import huge_zeros
+from lodo.layout import Layout
 from measuring import seconds_per_call, with_target, write
 
 SIZES = (100, 94_696, 1_000_000)
@@ -59,7 +61,7 @@ TARGETS: dict[tuple[str, int], float] = {  # a lower bound for "autograd", upper
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "lodo": {},
-    "shuffle": {"mixing": "shuffle"},
+    "shuffle": {"preconditioner": Mixing(mixing="shuffle")},
     "robust": {"recipe": "robust"},
 }
 TRIAD = 24_000_000  # numbers in each of the three arrays of the bandwidth test
@@ -68,11 +70,11 @@ SMALL = 10_000  # below this size a step is too short to be timed alone, and its
 
 def plain_autograd(n: int) -> oracle.AutogradLODO:
     """The straightforward implementation: differentiate the loss through the last step."""
-    family, rng = Mixing(), torch.Generator().manual_seed(0)
-    G = oracle.mixing(list(family.permutations(family.fixed(n, rng), n)))
-    theta = torch.empty(family.shape(n))
-    family.init(theta, n, rng)
-    return oracle.AutogradLODO(torch.zeros(n), G, family.blocks(theta, n), lr=1e-3, meta_lr=1e-3, beta=0.9)
+    family, layout, rng = Mixing(), Layout.flat(n), torch.Generator().manual_seed(0)
+    G = oracle.mixing(list(family.permutations(family.fixed(layout, rng), layout)))
+    theta = torch.empty(family.shape(layout))
+    family.init(theta, layout, rng)
+    return oracle.AutogradLODO(torch.zeros(n), G, theta, lr=1e-3, meta_lr=1e-3, beta=0.9)
 
 
 @njit(parallel=True, fastmath=True)
@@ -91,7 +93,10 @@ def roofline_bytes(n: int, mixing: str = "random") -> int:
 def kernel_clock(lodo: LODO) -> Iterator[list[float]]:
     """Collect the seconds that ``lodo`` spends in each call of its compiled kernels."""
     spent: list[float] = []
-    ready = lodo._network(0).engine._work._ready  # type: ignore[attr-defined]  # it is a FusedMixing
+    engine = lodo._groups[0].ready(lodo.param_groups[0]).engine
+    assert isinstance(engine, NumbaMixing)
+    assert engine._work is not None
+    ready = engine._work._ready
     before = dict(ready)
 
     def clocked(call: Callable[..., Any]) -> Callable[..., Any]:

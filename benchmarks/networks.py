@@ -34,7 +34,13 @@ from measuring import seconds_per_call, with_target, write
 OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]] = {
     "Adam": lambda params: torch.optim.Adam(params, lr=1e-4),
     "LODO": lambda params: LODO(params, lr=1e-4, meta_lr=1e-5, save_activations=count_weights(params) < 5_000_000),
-    "LODO, shuffle": lambda params: LODO(params, lr=1e-4, meta_lr=1e-5, mixing="shuffle", moment_dtype=torch.bfloat16),
+    "LODO, shuffle": lambda params: LODO(
+        params,
+        lr=1e-4,
+        meta_lr=1e-5,
+        preconditioner="mixing(mixing='shuffle')",
+        meta_optimizer="adam(moment_dtype='bfloat16')",
+    ),
     "LODO, robust": lambda params: LODO(params, lr=1e-4, meta_lr=1e-5, recipe="robust"),
 }
 TARGETS = {"image generation": 0.95, "resnet18": 0.60}  # steps per second, LODO over Adam
