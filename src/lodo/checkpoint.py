@@ -311,9 +311,12 @@ class Resumable(Grouped):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        families, holders = state.pop("_families"), state.pop("_holders")
+        state = dict(state)
+        families, holders = state.pop("_families", None), state.pop("_holders", None)
         super().__setstate__(state)
         self._refused = None
+        if families is None or holders is None:
+            return  # torch's load_state_dict passes parameters and states alone
         self._groups = []
         for i, (options, family, holder) in enumerate(zip(self.param_groups, families, holders, strict=True)):
             group = Group(i, options, family, self.backend, self.save_activations)
