@@ -146,7 +146,7 @@ def _remember(
     state["fed_bound"] = where(accepted, fed_bound, state["fed_bound"])
     state["meta_step"] = t
     state["step"] = state["step"] + accepted
-    state["skipped"] = state["skipped"] + ~accepted
+    state["skipped"] = state["skipped"] + torch.logical_not(accepted)
 
 
 def _flags(moved: list[bool] | Tensor, device: torch.device) -> Tensor:

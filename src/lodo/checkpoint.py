@@ -303,23 +303,11 @@ class Resumable(Grouped):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "backend", "nonfinite", "check_sync_every", "on_reshard", "save_activations",
-            "_recipe", "_default_family", "_steps_since_sync",
+            "_recipe", "_default_family", "_groups", "_steps_since_sync",
         )  # fmt: skip
-        families = [group.family for group in self._groups]
-        holders = [group.holder for group in self._groups]
-        own = {name: getattr(self, name) for name in kept} | {"_families": families, "_holders": holders}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        families, holders = state.pop("_families", None), state.pop("_holders", None)
         super().__setstate__(state)
         self._refused = None
-        if families is None or holders is None:
-            return  # torch's load_state_dict passes parameters and states alone
-        self._groups = []
-        for i, (options, family, holder) in enumerate(zip(self.param_groups, families, holders, strict=True)):
-            group = Group(i, options, family, self.backend, self.save_activations)
-            group.holder = holder
-            self._groups.append(group)
         self._find_meshes()

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,9 @@ class Group:
         self.holder = trained[0] if trained else 0  # the parameter that the state sits under
         self.network: Network | None = None  # drawn at the first use
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "network": None}  # a copy draws its own
+
     @property
     def n(self) -> int:
         """How many numbers this rank holds."""
@@ -97,7 +101,6 @@ class Network:
         layout, family = group.layout, group.family
         self._seeds = seeds
         P = self.draw_permutations(family, layout)
-        self.fingerprint = zlib.crc32(P.numpy().data)  # tells whether a state was saved with this P
         self.rounding_seed = int(self._generator(2).initial_seed()) & 0xFFFFFFFF
         kind = engine_for(family, layout.device, group.backend)
         self.index = group.index
@@ -114,6 +117,13 @@ class Network:
     def draw_permutations(self, family: Preconditioner, layout: Layout) -> Tensor:
         """P, which the family draws once and never learns, in natural order."""
         return family.fixed(layout, self._generator(0))
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A checksum that tells whether a state was saved with this P."""
+        with lasting_tensors():
+            P = self.draw_permutations(self.engine.family, self.engine.layout)
+        return zlib.crc32(P.numpy().data)
 
     def initial_state(self, meta: MetaOptimizer, gated: bool) -> State:
         """theta_0, zeros, and no step taken."""

@@ -267,6 +267,6 @@ def adam_step(number: Any, slope: Any, rate: float) -> Any:
     value, m, v, t = number
     m = BETA1 * m + (1 - BETA1) * slope
     v = BETA2 * v + (1 - BETA2) * slope * slope
-    t += 1
+    t = t + 1
     root = (v / (1 - BETA2**t)) ** 0.5
     return value - rate * m / (1 - BETA1**t) / (root + EPS), m, v, t

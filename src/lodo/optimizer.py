@@ -198,9 +198,9 @@ class LODO(Inspectable, Resumable):
 
     def _step_groups(self) -> None:
         """Read and check every group's gradient, then let every group step."""
-        if self._refused is not None:
-            refusal.look_back(self._refused, self.nonfinite)
-            self._refused = None
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            refusal.look_back(refused, self.nonfinite)
         readings = []
         for group, options in self._pairs():
             reading = self._read(group, options)
@@ -216,7 +216,7 @@ class LODO(Inspectable, Resumable):
         for reading in readings:
             algorithm.step(reading, _on_engine(accepted, reading))
         if isinstance(accepted, Tensor):
-            self._refused = ~accepted
+            self._refused = torch.logical_not(accepted)
         if self.check_sync_every is not None:
             self._check_sync(self.check_sync_every)
 

@@ -71,7 +71,7 @@ class Engine(ABC):
 
     def pack(self, natural: Tensor) -> Tensor:
         """theta, or a moment, from its natural order (a family's shape) into this engine's layout: a new tensor."""
-        return self.zeros(natural.shape, natural.dtype).copy_(natural)
+        return natural.to(self.layout.device, copy=True, memory_format=torch.contiguous_format)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """The inverse of `pack`; may be the tensor itself."""
