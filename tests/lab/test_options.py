@@ -34,7 +34,11 @@ def test_every_option_appears_alone_and_differs_from_the_papers():
     tuned = options._TUNED
     alone = [row for row in options.TABLES[0].rows.values() if tuned.items() <= row.items() and row != tuned]
     shown = {key: value for row in alone for key, value in row.items() if key not in tuned}
-    assert shown == {"mixing": "permuted-shuffle", "moment_dtype": "bfloat16", "guard": True}
+    assert shown == {
+        "preconditioner": "mixing(mixing='shuffle')",
+        "meta_optimizer": "adam(moment_dtype='bfloat16')",
+        "guard": True,
+    }
     defaults = LODO([make_task("bowl", {}, 0).x]).defaults
     assert {name: defaults[name] for name in options._DEFAULTS} == options._DEFAULTS  # untouched, as they are called
     assert tuned == {name: run_of("lodo").options[name] for name in tuned}  # the paper's

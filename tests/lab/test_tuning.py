@@ -175,7 +175,7 @@ class TestSpaces:
     def test_every_optimizer_of_the_paper_has_its_space(self):
         for task in ("bowl", "rosenbrock", "mnist", "cifar10"):
             for optimizer in BASELINES:
-                paper = paper_hyperparameters(task, optimizer).keys() - {"width"}
+                paper = paper_hyperparameters(task, optimizer).keys() - {"preconditioner"}
                 if paper:
                     assert {space.name for space in spaces(optimizer)} == paper, optimizer
 
@@ -216,7 +216,7 @@ class TestSpaces:
 
     def test_what_the_paper_sets_besides_stays(self):
         run = plan("rosenbrock", "lodo").run(0, {"lr": 1.0, "meta_lr": 0.1, "1 - beta": 0.5})
-        assert run.options == {"width": 4.0, "lr": 1.0, "meta_lr": 0.1, "beta": 0.5}
+        assert run.options == {"preconditioner": "mixing(width=4.0)", "lr": 1.0, "meta_lr": 0.1, "beta": 0.5}
 
     def test_individuals_have_seeds_of_their_own(self):
         search = plan("bowl", "adam")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -115,14 +115,21 @@ class Experiment(ABC):
             None if hyperparameters is None else str(hyperparameters),
         )
 
+    @property
+    def named(self) -> Mapping[str, Choice]:
+        """Choices that have names of their own in this experiment, beside the optimizers that all know."""
+        return {}
+
     def parse(self, optimizers: str) -> list[Choice]:
         """Optimizers as written on the command line."""
-        return parse(optimizers)
+        return parse(optimizers, self.named)
 
     def spell(self, choice: Choice) -> str:
         """A choice as it is written on the command line; settings from elsewhere are not part of it."""
-        given = ", ".join(f"{name}={_plain(value)!r}" for name, value in choice.options.items())
-        return f"{choice.optimizer}({given})" if given else choice.optimizer
+        names = {named.label: name for name, named in self.named.items()}
+        name = names.get(replace(choice, options={}).label, choice.optimizer)
+        given = ", ".join(f"{option}={_plain(value)!r}" for option, value in choice.options.items())
+        return f"{name}({given})" if given else name
 
     @property
     def command(self) -> tuple[str, ...]:

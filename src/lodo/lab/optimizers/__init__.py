@@ -184,12 +184,12 @@ def decays(name: str) -> bool:
 
 
 @functools.cache
-def _paper() -> dict[str, dict[str, dict[str, float]]]:
+def _paper() -> dict[str, dict[str, dict[str, Any]]]:
     text = resources.files("lodo.lab.settings").joinpath("paper.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
-def paper_hyperparameters(task: str, optimizer: str) -> dict[str, float]:
+def paper_hyperparameters(task: str, optimizer: str) -> dict[str, Any]:
     """The paper's tuned values, or nothing where it gives none.
 
     >>> paper_hyperparameters("bowl", "adam")

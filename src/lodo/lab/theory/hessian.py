@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from lodo import LODO
+from lodo import LODO, Mixing
 from lodo.lab.optimizers import paper_hyperparameters
 from lodo.lab.run import threads
 from lodo.lab.show.plots import Axis, Figure, HeatMap, Line, Plot
@@ -42,11 +42,18 @@ class Learned:
         return np.asarray(root[:, None] * (self.U.T @ self.G @ self.U) * root)
 
 
-def learn(steps: int, points: int, *, seed: int, condition: float = 1000.0, n: int = 100, **options: Any) -> Learned:
+class Case(NamedTuple):
+    """A bowl and a network."""
+
+    condition: float = 1000.0
+    network: Mixing = Mixing()
+
+
+def learn(case: Case, steps: int, points: int, *, seed: int, n: int = 100) -> Learned:
     """Train on a bowl and look at G on the way, at steps in geometric progression."""
     with threads(1):
-        bowl = Bowl(seed, n=n, condition=condition)
-        opt = LODO(bowl.params, seed=seed, **{**_TUNED, **options})
+        bowl = Bowl(seed, n=n, condition=case.condition)
+        opt = LODO(bowl.params, seed=seed, preconditioner=case.network, **_TUNED)
         at = sorted({0, *np.geomspace(10, steps, points).astype(int).tolist()})
         H = bowl.hessian().double()
         sigma = []
@@ -65,21 +72,17 @@ def learn(steps: int, points: int, *, seed: int, condition: float = 1000.0, n: i
 def run(quick: bool = False, seed: int = 0) -> Finding:
     """Sigma for some spectra, depths, block sizes and widths; the spectrum of G H; a picture of G."""
     steps, points = (3_000, 8) if quick else (50_000, 16)
-    variants: dict[str, dict[str, dict[str, Any]]] = {
-        "condition number": {f"{c:g}": {"condition": c} for c in (10.0, 100.0, 1000.0)},
-        "depth": {f"{N}": {"depth": N} for N in (4, 8, 16)},
-        "block size": {f"{k}": {"block_size": k} for k in (2, 4, 8)},
-        "width": {f"{w:g}": {"width": w} for w in (1.0, 2.0, 4.0)},
+    variants = {
+        "condition number": {f"{c:g}": Case(condition=c) for c in (10.0, 100.0, 1000.0)},
+        "depth": {f"{N}": Case(network=Mixing(depth=N)) for N in (4, 8, 16)},
+        "block size": {f"{k}": Case(network=Mixing(block_size=k)) for k in (2, 4, 8)},
+        "width": {f"{w:g}": Case(network=Mixing(width=w)) for w in (1.0, 2.0, 4.0)},
     }
-    plain = learn(steps, points, seed=seed)
-    learned: dict[str, dict[str, Learned]] = {}
-    for what, cases in variants.items():
-        learned[what] = {}
-        for name, options in cases.items():
-            same = all(
-                {"condition": 1000.0, "depth": 16, "block_size": 4, "width": 2.0}[k] == v for k, v in options.items()
-            )
-            learned[what][name] = plain if same else learn(steps, points, seed=seed, **options)
+    plain = learn(Case(), steps, points, seed=seed)
+    learned = {
+        what: {name: plain if case == Case() else learn(case, steps, points, seed=seed) for name, case in cases.items()}
+        for what, cases in variants.items()
+    }
     first, last = plain.sigma[0], plain.sigma[-1]
     spread = plain.spectrum
     low, high = np.quantile(spread, [0.1, 0.9])

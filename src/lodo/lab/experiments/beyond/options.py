@@ -25,6 +25,7 @@ _TUNED: dict[str, Any] = paper_hyperparameters("bowl", "lodo")
 _BEST: dict[str, Any] = dict(rivals()["lodo_schedule_free"].choice.settings or {})
 _FREE: dict[str, Any] = {name: _BEST[name] for name in ("meta_optimizer", "meta_lr")}
 _FREE_TUNED: dict[str, Any] = {**_TUNED, **_FREE, "beta": 0.1}
+_SHUFFLE = "mixing(mixing='shuffle')"
 _PAPER, _ROBUST, _COMBINED = "paper", "robust recipe", "schedule-free + gate + shuffle, k = 8"
 
 
@@ -44,9 +45,8 @@ TABLES = (
         "the paper's bowl",
         {
             f"{_PAPER}, tuned": _TUNED,
-            "tuned, shuffle": {**_TUNED, "mixing": "shuffle"},
-            "tuned, permuted shuffle": {**_TUNED, "mixing": "permuted-shuffle"},
-            "tuned, bfloat16 moments": {**_TUNED, "moment_dtype": "bfloat16"},
+            "tuned, shuffle": {**_TUNED, "preconditioner": _SHUFFLE},
+            "tuned, bfloat16 moments": {**_TUNED, "meta_optimizer": "adam(moment_dtype='bfloat16')"},
             "tuned, guard": {**_TUNED, "guard": True},
             "tuned, schedule-free": _FREE_TUNED,
             f"{_PAPER}, untouched defaults": _DEFAULTS,
@@ -59,7 +59,7 @@ TABLES = (
         "n = 1000",
         {
             f"{_PAPER}, tuned": _TUNED,
-            "tuned, shuffle": {**_TUNED, "mixing": "shuffle"},
+            "tuned, shuffle": {**_TUNED, "preconditioner": _SHUFFLE},
             "tuned, schedule-free": {**_FREE_TUNED, "meta_lr": 0.001},
             f"defaults, {_ROBUST}": {**_DEFAULTS, "recipe": "robust"},
         },

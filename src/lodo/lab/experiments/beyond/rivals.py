@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from lodo.lab.experiments.paper.bowl import (
     tracking_error,
     tracking_plot,
 )
-from lodo.lab.optimizers import BASELINES, COSTS, QUADRATIC, Choice, parse
+from lodo.lab.optimizers import BASELINES, COSTS, QUADRATIC, Choice
 from lodo.lab.optimizers.rivals import Known, rivals
 from lodo.lab.run import Curve
 from lodo.lab.show.plots import Axis, Figure, Line, Plot
@@ -71,14 +71,10 @@ class RivalsExperiment(Experiment):
     tracks = False
     row = RivalRow
 
-    def parse(self, optimizers: str) -> list[Choice]:
-        """As everywhere, and by the names of rivals.toml."""
-        return parse(optimizers, {name: rival.choice for name, rival in rivals().items()})
-
-    def spell(self, choice: Choice) -> str:
-        names = {rival.choice.label: name for name, rival in rivals().items()}
-        name = names.get(replace(choice, options={}).label)
-        return super().spell(choice if name is None else replace(choice, optimizer=name))
+    @property
+    def named(self) -> Mapping[str, Choice]:
+        """The rows of rivals.toml."""
+        return {name: rival.choice for name, rival in rivals().items()}
 
     def plan(self, request: Request) -> Plan:
         check_noise(request)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lodo import estimate as memory
+from lodo.estimate import available, memory_estimate, readable
 from lodo.lab import data
 from lodo.lab.experiments.base import Request, Results, tail
 from lodo.lab.experiments.paper.images import SPEED, NetworkExperiment, last_tracked, speed
@@ -92,30 +92,19 @@ class Cifar10Experiment(NetworkExperiment):
     def needs(self, request: Request) -> list[str]:
         """The memory of LODO's state, and how much there is."""
         n = count_weights(request.task_options.get("model", "resnet18"))
-        free = memory.available(torch.device("cpu"))
+        free = available(torch.device("cpu"))
         lines = []
         for choice in request.choices:
             if choice.optimizer == "lodo":
                 options = hyperparameters(self.task, choice)
                 shaping = {name: options[name] for name in _SHAPING if name in options}
-                lines.append(f"{choice.label} needs {memory.memory_estimate(n, **shaping)} for {n:,} weights.")
+                lines.append(f"{choice.label} needs {memory_estimate(n, **shaping)} for {n:,} weights.")
         if lines and free is not None:
             lines.append(
-                f"{memory.readable(free)} is available, shared by as many runs as there are --workers; --workers 0 "
+                f"{readable(free)} is available, shared by as many runs as there are --workers; --workers 0 "
                 "does one run at a time, on all cores."
             )
         return lines
 
 
-_SHAPING = (
-    "preconditioner",
-    "depth",
-    "block_size",
-    "width",
-    "mixing",
-    "momentum",
-    "meta_optimizer",
-    "moment_dtype",
-    "save_activations",
-    "recipe",
-)
+_SHAPING = ("preconditioner", "momentum", "meta_optimizer", "save_activations", "recipe")  # what memory depends on
