@@ -10,7 +10,7 @@ from rich.progress import track
 from lodo import LODO, Mixing
 from lodo.lab.show.draw import look, save_svg
 from lodo.lab.show.wiring import draw_matrices, draw_network
-from lodo.lab.tasks import Bowl
+from lodo.lab.tasks.bowl import Bowl
 
 HOME = Path(__file__).parent / "pictures"
 STEPS = (0, 300, 10_000)

@@ -31,7 +31,7 @@ def interrupted(run, folder, monkeypatch, after):
         if checkpoints > after:
             raise Killed
 
-    monkeypatch.setattr(module, "_BREATH", 0.0)  # a breath after every step
+    monkeypatch.setattr(module, "_LOOK_EVERY", 0.0)  # look after every step
     with pytest.raises(Killed):
         execute(run, folder, checkpoint_every=-1, progress=progress)
     monkeypatch.undo()

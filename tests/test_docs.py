@@ -20,7 +20,7 @@ from lodo import LODO, __version__
 from lodo.lab import cli
 from lodo.lab.data import using
 from lodo.lab.show.wiring import draw_matrices, draw_network
-from lodo.lab.tasks import TASKS
+from lodo.lab.tasks import find_task
 from lodo.lab.theory.base import Finding
 
 ROOT = Path(__file__).parents[1]
@@ -81,18 +81,21 @@ def no_work(tmp_path, monkeypatch):
     tuned.write_text("[bowl]\nlodo = { lr = 0.1 }\n")
 
     def planned(experiment, request, out, **_):
-        if TASKS[experiment.task].dataset is None:
+        if find_task(experiment.task).dataset is None:
             assert experiment.plan(request)
 
-    monkeypatch.setattr(cli, "conduct", planned)
+    monkeypatch.setattr("lodo.lab.pipeline.run_experiment", planned)
     monkeypatch.setattr("lodo.lab.comparison.write_comparison", lambda found, page, out, console: None)
-    monkeypatch.setattr("lodo.lab.tuning.outcome.conduct", lambda search, *rest, **options: search.run(0, {
+    monkeypatch.setattr("lodo.lab.tuning.outcome.run_search", lambda search, *rest, **options: search.make_run(0, {
         space.parameter: space.start if space.kind == "rate" else 1 - space.start for space in search.spaces
     }))  # fmt: skip
     monkeypatch.setattr("lodo.lab.tuning.report.write", lambda outcome, address, folder, console: folder)
-    monkeypatch.setattr(cli, "part", lambda name: lambda quick, seed: Finding(name, name, ()))
-    monkeypatch.setattr(cli, "read_weights", lambda path: ({"task": "mnist", "task_options": {}}, []))
-    monkeypatch.setattr(cli, "draw_images", lambda network, number, side, seed: torch.zeros(number, side, side).numpy())
+    monkeypatch.setattr("lodo.lab.theory.parts.part", lambda name: lambda quick, seed: Finding(name, name, ()))
+    monkeypatch.setattr("lodo.lab.run.read_weights", lambda path: ({"task": "mnist", "task_options": {}}, []))
+    monkeypatch.setattr(
+        "lodo.lab.experiments.paper.mnist.draw_images",
+        lambda network, number, side, seed: torch.zeros(number, side, side).numpy(),
+    )
 
 
 @pytest.mark.parametrize("words", list(commands()))

@@ -13,8 +13,8 @@ import pytest
 from lodo.lab import experiments
 from lodo.lab.experiments.paper.bowl import LOSS
 from lodo.lab.optimizers import parse
-from lodo.lab.pipeline import conduct
-from lodo.lab.tasks import newton_loss
+from lodo.lab.pipeline import run_experiment
+from lodo.lab.tasks.bowl import newton_loss
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ def test_lodo_tracks_the_noisy_bowl_better_than_adam(tmp_path):
     """The paper's central claim at 20,000 steps, with the paper's hyperparameters."""
     experiment = experiments.load("bowl")
     request = experiment.request(evaluations=20_000, seeds=1, choices=parse("lodo, adam"))
-    folder = conduct(experiment, request, tmp_path, workers=0)
+    folder = run_experiment(experiment, request, tmp_path, workers=0)
     rows = json.loads((folder / "summary.json").read_text())["rows"]
     errors = {row["optimizer"]: row["mean"] for row in rows if row["metric"] == LOSS}
     sigma = next(row["mean"] for row in rows if "exact" in row["metric"])

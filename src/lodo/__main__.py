@@ -6,14 +6,14 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it."""
+    """Run the command line, or say what must be installed for it."""
     try:
         from lodo.lab.cli import app
 
         app()
     except ModuleNotFoundError as error:
         sys.exit(f"lodo's command line needs {error.name}: pip install 'lodo[lab]'")
-    except KeyboardInterrupt:  # while it was still importing
+    except KeyboardInterrupt:  # during an import
         sys.exit(130)
 
 

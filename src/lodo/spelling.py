@@ -108,11 +108,17 @@ def parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
     >>> parse_calls("lodo, torch.AdamW(lr=0.1, betas=(0.9, 0.99))")
     [('lodo', {}), ('torch.AdamW', {'lr': 0.1, 'betas': (0.9, 0.99)})]
+    >>> parse_calls("mymodule:MyOptimizer(lr=0.1)")
+    [('mymodule:MyOptimizer', {'lr': 0.1})]
     """
-    tree = ast.parse(f"[{text}]", mode="eval").body
-    if not isinstance(tree, ast.List) or not tree.elts:
+    # As an index, so that Python's grammar allows the colon of module:Name, which it reads as that of a slice.
+    tree = ast.parse(f"_[{text}]", mode="eval").body
+    if not isinstance(tree, ast.Subscript) or not isinstance(tree.value, ast.Name):
         raise SyntaxError("not a list of names")
-    return [_parse_call(node) for node in tree.elts]
+    nodes = tree.slice.elts if isinstance(tree.slice, ast.Tuple) else [tree.slice]
+    if not nodes:
+        raise SyntaxError("not a list of names")
+    return [_parse_call(node) for node in nodes]
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -126,8 +132,13 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def _parse_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-    name = ast.unparse(call.func)
+    module, called = "", node
+    if isinstance(node, ast.Slice):
+        if node.lower is None or node.upper is None or node.step is not None:
+            raise SyntaxError("not module:Name")
+        module, called = f"{ast.unparse(node.lower)}:", node.upper
+    call = called if isinstance(called, ast.Call) else ast.Call(func=called, args=[], keywords=[])
+    name = module + ast.unparse(call.func)
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError(f"options must be given by name, such as {name}(lr=0.1), got {ast.unparse(node)!r}")
     options: dict[str, Any] = {}

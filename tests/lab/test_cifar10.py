@@ -14,7 +14,7 @@ from interruptions import interrupted, same_but_for_time
 from lodo.lab import data
 from lodo.lab.data import Dataset, Labelled, using
 from lodo.lab.optimizers import build, parse
-from lodo.lab.run import Run, execute, load, threads
+from lodo.lab.run import Run, execute, load_curve, threads
 from lodo.lab.tasks import TASKS, cifar10, make_task
 from lodo.lab.tasks.cifar10 import MOMENTUM, Cifar10, augmented, micro_batch_momenta, moments
 from lodo.lab.tasks.resnet import MODELS, ResNet, count_weights, resnet
@@ -466,10 +466,10 @@ def test_an_interrupted_run_resumes_bit_for_bit(images, call, tmp_path, monkeypa
     execute(run, tmp_path / "whole")
     interrupted(run, tmp_path / "parts", monkeypatch, 5)
     execute(run, tmp_path / "parts")
-    whole = load(run, tmp_path / "whole")
+    whole = load_curve(run, tmp_path / "whole")
     assert whole["evaluations"][-1] == 14
     assert np.isfinite(whole["test_accuracy"]).sum() == np.isfinite(whole["test_loss"]).sum() == len(whole["loss"]) // 3
-    same_but_for_time(whole, load(run, tmp_path / "parts"))
+    same_but_for_time(whole, load_curve(run, tmp_path / "parts"))
 
 
 @pytest.mark.parametrize(

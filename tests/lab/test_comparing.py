@@ -17,7 +17,7 @@ import lodo.lab
 from lodo import LODO
 from lodo.lab import cli
 from lodo.lab.comparison import LOSS, TIME, Comparison
-from lodo.lab.optimizers import BASELINES
+from lodo.lab.optimizers import OPTIMIZERS
 from lodo.lab.page.report import section_readers
 from lodo.lab.page.results import read_results
 from lodo.lab.page.sections import experiment_section
@@ -94,7 +94,7 @@ def test_a_second_evaluation_is_of_the_same_batch():
 
 
 def test_labels_of_ones_own_and_optimizers_that_no_library_has():
-    known = dict(BASELINES)
+    known = dict(OPTIMIZERS)
     found = compare(
         regression,
         {"mine": lambda params: LODO(params, lr=0.02, seed=1), "usual": "torch.AdamW(lr=0.1)", "bare": "adam"},
@@ -102,7 +102,7 @@ def test_labels_of_ones_own_and_optimizers_that_no_library_has():
     )
     assert list(found.curves) == ["mine", "usual", "bare"]
     assert found.curves["usual"][0].run.options == {"lr": 0.1}
-    assert known == BASELINES
+    assert known == OPTIMIZERS
 
 
 def test_a_subclass_of_task():
@@ -160,10 +160,10 @@ def test_threads_are_as_many_as_asked_for(threads):
     ],
 )
 def test_errors_say_what_is_wrong(task, optimizers, options, said):
-    tasks, known = dict(TASKS), dict(BASELINES)
+    tasks, known = dict(TASKS), dict(OPTIMIZERS)
     with pytest.raises(ValueError, match=re.escape(said)):
         compare(task, optimizers, **options)
-    assert (tasks, known) == (TASKS, BASELINES)
+    assert (tasks, known) == (TASKS, OPTIMIZERS)
 
 
 def test_the_laboratorys_tasks_keep_their_runs(tmp_path):
@@ -200,4 +200,4 @@ def test_a_report_has_comparisons_too(tmp_path):
 
 
 def test_a_task_that_is_not_known_is_named():
-    assert "TASK must be one of 'bowl'" in invoke("compare", "bawl", code=1)
+    assert "'TASK': it must be one of 'bowl'" in invoke("compare", "bawl", code=2)

@@ -18,8 +18,8 @@ from lodo.lab.experiments.base import tail
 from lodo.lab.experiments.paper.bowl import AT_100K, LOSS, tracking_error
 from lodo.lab.experiments.paper.rosenbrock import late
 from lodo.lab.optimizers import Choice, parse
-from lodo.lab.pipeline import conduct
-from lodo.lab.run import Curve, Run, load
+from lodo.lab.pipeline import run_experiment
+from lodo.lab.run import Curve, Run, load_curve
 from lodo.lab.show.styles import styles
 from lodo.lab.show.tables import Row, markdown, measure
 
@@ -201,7 +201,7 @@ def test_seconds_limit_every_run_and_use_the_papers_other_column(tmp_path):
     experiment = experiments.load("bowl")
     request = experiment.request(seconds=0.3, seeds=1, choices=[Choice("adam")])
     (run,) = next(iter(experiment.plan(request).values()))
-    assert load(run, tmp_path / "runs")["seconds"][-1] == pytest.approx(0.3, abs=0.2)
+    assert load_curve(run, tmp_path / "runs")["seconds"][-1] == pytest.approx(0.3, abs=0.2)
 
 
 def test_hyperparameters_of_a_file(tmp_path, monkeypatch):
@@ -225,7 +225,7 @@ def test_hyperparameters_of_a_file(tmp_path, monkeypatch):
 
 def test_from_python(tmp_path):
     experiment = experiments.load("rosenbrock")
-    folder = conduct(experiment, experiment.request(seeds=1, choices=[Choice("adam")]), tmp_path, workers=0)
+    folder = run_experiment(experiment, experiment.request(seeds=1, choices=[Choice("adam")]), tmp_path, workers=0)
     (row,) = json.loads((folder / "summary.json").read_text())["rows"]
     assert row["mean"] == pytest.approx(row["paper_mean"], rel=0.01)
 
@@ -233,12 +233,15 @@ def test_from_python(tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("bowel",), f"NAME must be one of {', '.join(experiments.CATALOG)}, got 'bowel'"),
+        (
+            ("bowel",),
+            f"it must be one of {', '.join(map(repr, experiments.CATALOG))}, got 'bowel'; did you mean 'bowl'?",
+        ),
         (("bowl", "--steps", "5"), "steps must be an integer >= 10, got 5"),
         (("bowl", "--seeds", "0"), "seeds must be an integer >= 1, got 0"),
         (("bowl", "--seconds", "-1"), "seconds must be a finite number in (0.0, inf), got -1"),
         (("bowl", "--workers", "-1"), "workers must be an integer >= 0, got -1"),
-        (("bowl", "--optimizers", "addam"), "did you mean adam?"),
+        (("bowl", "--optimizers", "addam"), "did you mean 'adam'?"),
         (("bowl", "--optimizers", "adam, adam"), "named once each"),
         (("bowl", "--optimizers", "adam(lr=1e999)"), "lr of adam must be a finite number"),
         (("bowl", "--optimizers", "adam(lr={1})"), "lr of adam must be"),
@@ -256,10 +259,9 @@ def test_from_python(tmp_path):
         (("bowl-frozen", "--optimizers", "adam"), "optimizers must be lodo"),
         (("bowl-frozen", "--seconds", "3"), "steps must be given"),
         (("bowl", "--hyperparameters", "nowhere.toml"), "hyperparameters must be a TOML file, got 'nowhere.toml'"),
-        (("bowl", "--batch", "3"), "batch"),
+        (("bowl", "--task", "batch=3"), "batch"),
         (("bowl", "--optimizers", "lodo_no_momentum(beta=0.5)"), "lodo_no_momentum cannot be made with the options"),
         (("mnist", "--data", "digits", "--task", "batch=0"), "batch must be an integer >= 1, got 0"),
-        (("mnist", "--data", "digits", "--batch", "0", "--task", "batch=3"), "batch must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_written(args, said, tmp_path):

@@ -34,10 +34,10 @@ from lodo.lab.experiments.beyond.mlp import (
     paired_difference,
 )
 from lodo.lab.optimizers import Choice, build, parse
-from lodo.lab.run import Curve, Run, execute, load
+from lodo.lab.run import Curve, Run, execute, load_curve
 from lodo.lab.show.draw import draw
-from lodo.lab.tasks import Mlp, make_task
-from lodo.lab.tasks.mlp import shrink
+from lodo.lab.tasks import make_task
+from lodo.lab.tasks.mlp import Mlp, shrink
 
 
 @pytest.fixture(autouse=True)
@@ -215,10 +215,10 @@ def test_an_interrupted_run_resumes_bit_for_bit(digits, call, tmp_path, monkeypa
     execute(run, tmp_path / "whole")
     interrupted(run, tmp_path / "parts", monkeypatch, 12)
     execute(run, tmp_path / "parts")
-    whole = load(run, tmp_path / "whole")
+    whole = load_curve(run, tmp_path / "whole")
     assert len(whole["loss"]) == 30
     assert np.isfinite(whole["test_accuracy"]).sum() == 4
-    same_but_for_time(whole, load(run, tmp_path / "parts"))
+    same_but_for_time(whole, load_curve(run, tmp_path / "parts"))
 
 
 def test_the_same_data_elsewhere_is_the_same_run(folder, tmp_path):

@@ -35,12 +35,13 @@ from lodo.lab.experiments.paper.mnist import (
 )
 from lodo.lab.files import save_state
 from lodo.lab.optimizers import Choice, build, hyperparameters, parse
-from lodo.lab.run import Curve, Run, execute, load, read_weights, threads
+from lodo.lab.run import Curve, Run, execute, load_curve, read_weights, threads
 from lodo.lab.show.draw import draw, save_picture
 from lodo.lab.show.tables import Row
-from lodo.lab.tasks import Mnist, make_task
+from lodo.lab.tasks import make_task
 from lodo.lab.tasks.base import Task
 from lodo.lab.tasks.generator import inputs, sample, scores
+from lodo.lab.tasks.mnist import Mnist
 
 NAMES = ("mnist", "mnist-ablations", "mnist-momentum")
 
@@ -288,7 +289,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(digits, call, tmp_path, monkeypa
     interrupted(run, tmp_path / "parts", monkeypatch, 2)
     assert not run.weights_path(tmp_path / "parts").exists()
     execute(run, tmp_path / "parts")
-    whole, parts = load(run, tmp_path / "whole"), load(run, tmp_path / "parts")
+    whole, parts = load_curve(run, tmp_path / "whole"), load_curve(run, tmp_path / "parts")
     assert len(whole["loss"]) == 6
     assert np.isfinite(whole["validation_loss"]).sum() == 2
     assert whole.final.keys() == {"test_loss"}
@@ -300,7 +301,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(digits, call, tmp_path, monkeypa
 def test_what_is_stored_is_what_was_measured(digits, tmp_path):
     run = mnist_run(steps=6)
     execute(run, tmp_path)
-    curve = load(run, tmp_path)
+    curve = load_curve(run, tmp_path)
     settings, weights = read_weights(curve.weights)
     assert settings == json.loads(run.settings)
     task = Mnist(0, **SMALL)
@@ -643,7 +644,7 @@ def without_variable():
 
 
 QUICK = ("--quick", "--steps", 10, "--data", "digits", "--workers", 0)
-TINY = ("--task", "validation_size=6, test_size=9", "--batch", 3)
+TINY = ("--task", "batch=3, validation_size=6, test_size=9")
 
 
 @pytest.fixture(scope="module")
@@ -749,7 +750,7 @@ def test_weights_know_the_size_of_their_digits(digest, side, tmp_path, monkeypat
         asked.append((len(network), number, side, seed))
         return np.zeros((number, side, side), np.uint8)
 
-    monkeypatch.setattr("lodo.lab.cli.draw_images", draw)
+    monkeypatch.setattr("lodo.lab.experiments.paper.mnist.draw_images", draw)
     invoke("sample", file, "--out", tmp_path / "a.png")
     assert asked == [(1, 16, side, 0)]
     assert matplotlib.image.imread(tmp_path / "a.png").shape == (4 * side * 4, 4 * side * 4, 4)
@@ -775,7 +776,7 @@ def test_what_cannot_be_drawn_with_is_refused_in_words(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--batch", "0"), "batch must be an integer >= 1, got 0"),
+        (("--task", "batch=0"), "batch must be an integer >= 1, got 0"),
         (("--task", "test_size=0"), "test_size must be an integer >= 1, got 0"),
         (("--optimizers", "lodo_no_momentum(beta=0.5)"), "lodo_no_momentum cannot be made with the options"),
         (("--hyperparameters", "nowhere.toml"), "hyperparameters must be a TOML file, got 'nowhere.toml'"),

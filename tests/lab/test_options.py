@@ -13,7 +13,7 @@ from lodo import LODO
 from lodo.lab import experiments
 from lodo.lab.experiments.beyond import options
 from lodo.lab.optimizers import build, parse
-from lodo.lab.pipeline import conduct
+from lodo.lab.pipeline import run_experiment
 from lodo.lab.run import Curve
 from lodo.lab.tasks import make_task
 
@@ -94,7 +94,7 @@ def test_figures_of_the_change():
 
 def test_the_whole_experiment_in_small(tmp_path):
     request = EXPERIMENT.request(evaluations=100, seeds=2)
-    conduct(EXPERIMENT, request, tmp_path, workers=0)
+    run_experiment(EXPERIMENT, request, tmp_path, workers=0)
     summary = json.loads((tmp_path / "bowl-options" / "summary.json").read_text())
     rows = {(row["optimizer"], row["metric"]): row for row in summary["rows"]}
     metric = "the paper's bowl, 100 steps: loss over the last 10 %"

@@ -21,18 +21,18 @@ from browser import chromium, names, opened, plot, traces
 from lodo.lab import cli, experiments
 from lodo.lab.data import using
 from lodo.lab.experiments.base import Cell
-from lodo.lab.optimizers import BASELINES, Choice
+from lodo.lab.optimizers import OPTIMIZERS, Choice
 from lodo.lab.page.commands import run_command, tune_command
 from lodo.lab.page.render import Section, html_of, render_page
 from lodo.lab.page.report import section_readers
 from lodo.lab.page.results import StoredResults, read_request, read_results
 from lodo.lab.page.sections import experiment_section
-from lodo.lab.pipeline import conduct
+from lodo.lab.pipeline import run_experiment
 from lodo.lab.run import Curve, Run
 from lodo.lab.show import curves, styles
 from lodo.lab.show.interactive import as_json
 from lodo.lab.show.plots import Axis, Figure, Line, Plot
-from lodo.lab.tuning.search import plan
+from lodo.lab.tuning.search import plan_search
 
 ROSENBROCK, BOWL = experiments.load("rosenbrock"), experiments.load("bowl")
 
@@ -64,7 +64,7 @@ def results(tmp_path_factory):
     bowl = BOWL.request(evaluations=600, seeds=2, choices=BOWL.parse("adam, lodo, olbfgs, newton"))
     valley = ROSENBROCK.request(seeds=2, choices=ROSENBROCK.parse("adam, lodo"))
     for experiment, request in ((BOWL, bowl), (ROSENBROCK, valley)):
-        conduct(experiment, request, folder, workers=0, console=Console(quiet=True))
+        run_experiment(experiment, request, folder, workers=0, console=Console(quiet=True))
     theory = folder / "theory" / "saddle"
     theory.mkdir(parents=True)
     (theory / "summary.json").write_text(json.dumps({"theory": "saddle", "settings": {"quick": True, "seed": 3}}))
@@ -168,7 +168,7 @@ def test_experiments_with_data_are_found_without_the_data(tmp_path, monkeypatch)
     experiment = experiments.load("mlp")
     request = experiment.request(evaluations=10, seeds=1, choices=experiment.parse("adam"))
     with using("digits"):
-        conduct(experiment, request, tmp_path, workers=0, console=Console(quiet=True))
+        run_experiment(experiment, request, tmp_path, workers=0, console=Console(quiet=True))
     monkeypatch.setenv("LODO_DATA", str(tmp_path / "nowhere"))
     found = read_results(experiment, tmp_path)
     shown = experiment_section(found, tmp_path)
@@ -208,7 +208,9 @@ def test_the_command_asks_for_the_same(name, asked, monkeypatch):
     """Typed into a shell, it leads to the request that it was made from, also after a way through JSON."""
     experiment, heard = experiments.load(name), []
     request = experiment.request(**asked)
-    monkeypatch.setattr(cli, "conduct", lambda experiment, request, out, **options: heard.append((request, out)))
+    monkeypatch.setattr(
+        "lodo.lab.pipeline.run_experiment", lambda experiment, request, out, **options: heard.append((request, out))
+    )
     plain = json.loads(json.dumps({
         **vars(request),
         "choices": [vars(choice) for choice in request.choices],
@@ -244,10 +246,10 @@ def test_the_command_names_the_file_of_hyperparameters(tmp_path, monkeypatch):
 )
 def test_the_command_of_a_search_asks_for_the_same(task, optimizer, asked, monkeypatch):
     heard = []
-    monkeypatch.setattr("lodo.lab.tuning.outcome.conduct", lambda search, *rest, **options: heard.append(search))
+    monkeypatch.setattr("lodo.lab.tuning.outcome.run_search", lambda search, *rest, **options: heard.append(search))
     monkeypatch.setattr("lodo.lab.tuning.report.write_outcome", lambda *_: Path())
     with using("digits"):
-        search = plan(task, optimizer, **asked)
+        search = plan_search(task, optimizer, **asked)
     words = shlex.split(tune_command(json.loads(json.dumps(search.settings)), Path("a b")))
     invoke(*words[1:])
     assert heard == [search]
@@ -350,7 +352,7 @@ def test_by_evaluation_an_optimizer_that_evaluates_twice_is_as_long_as_others():
 
 
 def test_colours_stand_out_from_both_backgrounds():
-    every = styles.styles([known.label for known in BASELINES.values()] + [f"other {i}" for i in range(6)])
+    every = styles.styles([known.label for known in OPTIMIZERS.values()] + [f"other {i}" for i in range(6)])
     plot = Plot("a", "", Axis(), Axis(), [Line(label, np.ones(1), np.ones(1)) for label in every])
     for look in as_json(Figure("f", [plot]))["panels"][0]["lines"]:
         label = look["label"]

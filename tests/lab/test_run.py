@@ -21,8 +21,9 @@ from lodo._checks import check_int
 from lodo.lab import run as module
 from lodo.lab.files import load_state, read_checked, remove_leftovers, save_state
 from lodo.lab.optimizers import build, paper_hyperparameters
-from lodo.lab.run import FORMAT, Run, execute, load, read_weights
-from lodo.lab.tasks import TASKS, Bowl
+from lodo.lab.run import FORMAT, Run, execute, load_curve, read_weights
+from lodo.lab.tasks import TASKS
+from lodo.lab.tasks.bowl import Bowl
 
 EVERY = (
     "adam",
@@ -54,9 +55,9 @@ def test_an_interrupted_run_resumes_bit_for_bit(optimizer, tmp_path, monkeypatch
     for after in (1, 13):
         interrupted(run, tmp_path / "parts", monkeypatch, after)
         assert run.checkpoint_path(tmp_path / "parts").exists()
-        assert load(run, tmp_path / "parts") is None
+        assert load_curve(run, tmp_path / "parts") is None
     execute(run, tmp_path / "parts")
-    same_but_for_time(load(run, tmp_path / "parts"), load(run, tmp_path / "whole"))
+    same_but_for_time(load_curve(run, tmp_path / "parts"), load_curve(run, tmp_path / "whole"))
     assert [file.name for file in (tmp_path / "parts").iterdir()] == [run.path(tmp_path).name]
 
 
@@ -68,7 +69,7 @@ def test_library_optimizers_resume_too(name, tmp_path, monkeypatch):
     execute(run, tmp_path / "whole")
     interrupted(run, tmp_path / "parts", monkeypatch, 11)
     execute(run, tmp_path / "parts")
-    same_but_for_time(load(run, tmp_path / "parts"), load(run, tmp_path / "whole"))
+    same_but_for_time(load_curve(run, tmp_path / "parts"), load_curve(run, tmp_path / "whole"))
 
 
 def test_the_bowl_is_renewed_and_g_frozen_across_an_interruption(tmp_path, monkeypatch):
@@ -78,7 +79,7 @@ def test_the_bowl_is_renewed_and_g_frozen_across_an_interruption(tmp_path, monke
     for after in (15, 25):
         interrupted(run, tmp_path / str(after), monkeypatch, after)
         execute(run, tmp_path / str(after))
-        same_but_for_time(load(run, tmp_path / str(after)), load(run, tmp_path / "whole"))
+        same_but_for_time(load_curve(run, tmp_path / str(after)), load_curve(run, tmp_path / "whole"))
 
 
 def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
@@ -94,7 +95,7 @@ def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
 def test_a_damaged_file_is_noticed_and_made_again(damage, tmp_path, caplog):
     run, other = bowl("adam"), bowl("adam", seed=1)
     path = execute(run, tmp_path)
-    good, whole = load(run, tmp_path), path.read_bytes()
+    good, whole = load_curve(run, tmp_path), path.read_bytes()
     execute(other, tmp_path)
     altered = bytearray(whole)
     altered[len(whole) // 4] ^= 1  # in the middle of a column
@@ -107,10 +108,10 @@ def test_a_damaged_file_is_noticed_and_made_again(damage, tmp_path, caplog):
             "text": b"step,loss\n1,2\n",
         }[damage]
     )
-    assert load(run, tmp_path) is None
+    assert load_curve(run, tmp_path) is None
     assert path.name in caplog.text
     execute(run, tmp_path)
-    same_but_for_time(load(run, tmp_path), good)
+    same_but_for_time(load_curve(run, tmp_path), good)
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "altered", "foreign"])
@@ -127,7 +128,7 @@ def test_a_damaged_checkpoint_is_noticed_and_not_used(damage, tmp_path, monkeypa
     path.write_bytes({"empty": b"", "cut": whole[:-1], "altered": bytes(altered), "foreign": foreign}[damage])
     execute(run, tmp_path)
     assert path.name in caplog.text
-    same_but_for_time(load(run, tmp_path), load(run, tmp_path / "whole"))
+    same_but_for_time(load_curve(run, tmp_path), load_curve(run, tmp_path / "whole"))
 
 
 def test_a_checkpoint_that_the_optimizer_refuses_is_not_used(tmp_path, monkeypatch, caplog):
@@ -140,7 +141,7 @@ def test_a_checkpoint_that_the_optimizer_refuses_is_not_used(tmp_path, monkeypat
     save_state(path, state)
     execute(run, tmp_path)
     assert "parameter groups" in caplog.text
-    same_but_for_time(load(run, tmp_path), load(run, tmp_path / "whole"))
+    same_but_for_time(load_curve(run, tmp_path), load_curve(run, tmp_path / "whole"))
 
 
 def test_a_checkpoint_is_never_unpickled_as_code(tmp_path):
@@ -158,7 +159,7 @@ def test_a_checkpoint_is_never_unpickled_as_code(tmp_path):
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
     execute(run, tmp_path)
     assert not (tmp_path / "owned").exists()
-    assert load(run, tmp_path) is not None
+    assert load_curve(run, tmp_path) is not None
 
 
 def test_a_diverged_run_is_recorded_as_such(tmp_path):
@@ -169,7 +170,7 @@ def test_a_diverged_run_is_recorded_as_such(tmp_path):
     ):
         run = bowl(optimizer, 500, options=options)
         execute(run, tmp_path)
-        curve = load(run, tmp_path)
+        curve = load_curve(run, tmp_path)
         assert curve.diverged
         assert 1 < len(curve["step"]) < 500
 
@@ -201,7 +202,7 @@ def test_a_long_curve_is_compact(tmp_path):
 def test_every_evaluation_counts(tmp_path):
     run = bowl("olbfgs", 30)
     execute(run, tmp_path)
-    curve = load(run, tmp_path)
+    curve = load_curve(run, tmp_path)
     assert list(curve["evaluations"]) == list(range(2, 31, 2))
     assert np.all(curve["repeat_loss"][5:] < curve["loss"][5:])  # the same batch after the step
 
@@ -214,16 +215,16 @@ def test_measuring_takes_no_training_time_and_changes_nothing(tmp_path, monkeypa
         time.sleep(0.02)
         return {"sigma": 1.0}
 
-    monkeypatch.setattr("lodo.lab.tasks.Bowl.tracked", slow)
+    monkeypatch.setattr("lodo.lab.tasks.bowl.Bowl.tracked", slow)
     execute(tracked, tmp_path)
-    assert load(tracked, tmp_path)["seconds"][-1] < 60 * 0.02
-    np.testing.assert_array_equal(load(plain, tmp_path)["loss"], load(tracked, tmp_path)["loss"])
+    assert load_curve(tracked, tmp_path)["seconds"][-1] < 60 * 0.02
+    np.testing.assert_array_equal(load_curve(plain, tmp_path)["loss"], load_curve(tracked, tmp_path)["loss"])
 
 
 def test_seconds_end_a_run(tmp_path):
     run = bowl("adam", None, seconds=0.4)
     execute(run, tmp_path)
-    seconds = load(run, tmp_path)["seconds"]
+    seconds = load_curve(run, tmp_path)["seconds"]
     assert seconds[-1] >= 0.4
     assert seconds[-2] < 0.4
 
@@ -256,7 +257,7 @@ def test_the_numbers_are_the_same_in_another_process_and_the_callers_are_left_al
         execute(Run("bowl", "lodo", 0, 200, options={dict(run.options)!r}), Path({str(tmp_path / "there")!r}))
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
-    same_but_for_time(load(run, tmp_path / "here"), load(run, tmp_path / "there"))
+    same_but_for_time(load_curve(run, tmp_path / "here"), load_curve(run, tmp_path / "there"))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tmp_path):
         from pathlib import Path
         from lodo.lab import run as module
         logging.basicConfig()
-        module._BREATH = 0.01
+        module._LOOK_EVERY = 0.01
         folder = Path({str(tmp_path)!r})
         run = module.Run("bowl", "adam", 0, int(sys.argv[1]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000))
@@ -334,7 +335,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tmp_path):
     short = subprocess.run([*command, "300"], capture_output=True, text=True)
     assert short.returncode == 0, short.stderr
     assert "no checkpoint" in short.stderr
-    assert load(Run("bowl", "adam", 0, 300), tmp_path) is not None
+    assert load_curve(Run("bowl", "adam", 0, 300), tmp_path) is not None
     long = subprocess.run([*command, "4000"], capture_output=True, text=True)
     assert long.returncode != 0
     assert "File too large" in long.stderr
@@ -344,11 +345,11 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tmp_path):
 def test_a_repeated_loss_that_is_not_finite_is_diverged(tmp_path, monkeypatch):
     """Also in the very last step."""
     losses = iter([1.0, 1.0, 1.0, float("nan")])
-    monkeypatch.setattr("lodo.lab.tasks.Bowl.evaluate", lambda self, graph=False: next(losses))
+    monkeypatch.setattr("lodo.lab.tasks.bowl.Bowl.evaluate", lambda self, graph=False: next(losses))
     monkeypatch.setattr("lodo.lab.optimizers.lbfgs.StochasticLBFGS.gradient", lambda self: torch.ones(12))
     run = bowl("olbfgs", 4)
     execute(run, tmp_path)
-    assert load(run, tmp_path).diverged
+    assert load_curve(run, tmp_path).diverged
 
 
 def test_the_callers_random_numbers_are_left_alone_and_libraries_draw_from_the_seed(tmp_path, monkeypatch):
@@ -414,7 +415,7 @@ def kept(monkeypatch, optimizer="adam", evaluations=20, **settings):
 def test_what_is_measured_at_the_end_is_stored(tmp_path, monkeypatch):
     run = kept(monkeypatch)
     execute(run, tmp_path)
-    final = load(run, tmp_path).final
+    final = load_curve(run, tmp_path).final
     assert final.keys() == {"first", "third", "none"}
     assert final["third"] == 1 / 3
     assert np.isnan(final["none"])
@@ -425,7 +426,7 @@ def test_what_is_measured_at_the_end_is_stored(tmp_path, monkeypatch):
 def test_the_weights_are_those_at_the_end(tmp_path, monkeypatch):
     run = kept(monkeypatch)
     execute(run, tmp_path)
-    curve = load(run, tmp_path)
+    curve = load_curve(run, tmp_path)
     assert curve.weights == run.weights_path(tmp_path)
     settings, (x,) = read_weights(curve.weights)
     assert settings == json.loads(run.settings)
@@ -444,7 +445,7 @@ def test_the_weights_are_those_at_the_end(tmp_path, monkeypatch):
 def test_a_task_that_keeps_nothing_has_no_weights(tmp_path):
     run = bowl("adam")
     execute(run, tmp_path)
-    curve = load(run, tmp_path)
+    curve = load_curve(run, tmp_path)
     assert (curve.final, curve.weights) == ({}, None)
     assert [file.suffix for file in tmp_path.iterdir()] == [".parquet"]
 
@@ -455,7 +456,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch):
     interrupted(run, tmp_path / "parts", pytest.MonkeyPatch(), 7)
     assert not run.weights_path(tmp_path / "parts").exists()
     execute(run, tmp_path / "parts")
-    whole, parts = load(run, tmp_path / "whole"), load(run, tmp_path / "parts")
+    whole, parts = load_curve(run, tmp_path / "whole"), load_curve(run, tmp_path / "parts")
     assert torch.equal(*(read_weights(curve.weights)[1][0] for curve in (whole, parts)))
     assert whole.final["first"] == parts.final["first"]
 
@@ -490,7 +491,7 @@ def test_damaged_weights_are_refused_by_name(damage, tmp_path, monkeypatch):
 def test_a_diverged_run_has_no_weights_and_nothing_at_the_end(tmp_path, monkeypatch):
     run = kept(monkeypatch, "momentum", 500, options={"lr": 1e3, "beta": 0.9})
     execute(run, tmp_path)
-    curve = load(run, tmp_path)
+    curve = load_curve(run, tmp_path)
     assert curve.diverged
     assert (curve.final, curve.weights) == ({}, None)
     assert Kept.measured == 0
@@ -508,9 +509,9 @@ def test_a_kill_while_the_end_is_measured_costs_what_comes_after_the_checkpoint(
         patch.setattr(Kept, "final", killed)
         with pytest.raises(KeyboardInterrupt):
             execute(run, tmp_path, checkpoint_every=0)
-    assert load(run, tmp_path) is None
+    assert load_curve(run, tmp_path) is None
     execute(run, tmp_path)
-    same_but_for_time(load(run, tmp_path), load(run, tmp_path / "whole"))
+    same_but_for_time(load_curve(run, tmp_path), load_curve(run, tmp_path / "whole"))
 
 
 # ---------------------------------------------------------------- rates
@@ -558,7 +559,7 @@ def test_the_rate_of_lars_falls_with_time_if_that_ends_the_run(tmp_path, monkeyp
     assert rates[0] == 0.3
     assert rates == sorted(rates, reverse=True)
     assert 0 <= rates[-1] < 0.03
-    before = load(run, tmp_path)["seconds"][:-1].astype(float)
+    before = load_curve(run, tmp_path)["seconds"][:-1].astype(float)
     np.testing.assert_allclose(rates[1:], 0.3 * (1 - before / 0.2) ** 2, atol=1e-5)
 
 

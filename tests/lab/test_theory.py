@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from lodo import Mixing
 from lodo.lab.cli import app
 from lodo.lab.page.sections import theory_section
-from lodo.lab.theory import represent
 from lodo.lab.theory.base import symmetric
 from lodo.lab.theory.dynamics import (
     Bound,
@@ -36,7 +35,7 @@ from lodo.lab.theory.expressiveness import fit, mix, preconditioner, random_laye
 from lodo.lab.theory.minima import deep_linear, descend, mixing, orthogonal_start
 from lodo.lab.theory.pairings import Group, entropy, exact_epsilon, pairings, sampled_epsilon
 from lodo.lab.theory.parts import PARTS
-from lodo.lab.theory.represent import product, route
+from lodo.lab.theory.represent import product, represent, route
 from lodo.lab.theory.saddle import growth, negative_eigenvalue, random_mixing_matrix
 
 seeds = st.integers(0, 2**32 - 1)

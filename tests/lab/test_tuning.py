@@ -23,16 +23,16 @@ from typer.testing import CliRunner
 
 from lodo.lab.cli import app
 from lodo.lab.experiments.base import tail
-from lodo.lab.optimizers import BASELINES, Choice, paper_hyperparameters
-from lodo.lab.run import load
+from lodo.lab.optimizers import OPTIMIZERS, Choice, paper_hyperparameters
+from lodo.lab.run import load_curve
 from lodo.lab.tasks import TASKS
 from lodo.lab.tuning import SAMPLERS
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.finals import Finals, finalists
-from lodo.lab.tuning.outcome import Outcome, conduct
-from lodo.lab.tuning.search import Search, plan
-from lodo.lab.tuning.space import Schedule, Space, parse_spaces, schedule, spaces
-from lodo.lab.tuning.study import _abandoned, _Claims, finished_trials, open_study, tune, without_password
+from lodo.lab.tuning.outcome import Outcome, run_search
+from lodo.lab.tuning.search import Search, plan_search
+from lodo.lab.tuning.space import Schedule, Space, find_schedule, find_spaces, parse_spaces
+from lodo.lab.tuning.study import _abandoned, _Claims, finished_trials, open_study, run_study, without_password
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 LR, BETA = Space("lr", "rate", 2.0), Space("beta", "decay", 0.9)
@@ -111,8 +111,8 @@ class TestEvolution:
     def test_recovers_the_optimum_of_a_known_surface(self, seed):
         """A valley in all three coordinates with noise, and a cliff beyond which runs diverge."""
         best = {"lr": 0.3, "meta_lr": 2e-3, "1 - beta": 0.4}
-        search = plan("bowl", "lodo", seed=seed)
-        study = optuna.create_study(sampler=search.made_sampler)
+        search = plan_search("bowl", "lodo", seed=seed)
+        study = optuna.create_study(sampler=search.optuna_sampler)
         rng = np.random.default_rng(seed)
         for _ in range(search.number):
             trial = study.ask()
@@ -135,8 +135,8 @@ class TestEvolution:
             Space("k", "rate", 3, 2, 5),
         ]
         search = Search("bowl", Choice("lodo"), tuple(bounded), Schedule(16, (5.0,), (10,)))
-        study = optuna.create_study(sampler=search.made_sampler)
-        values = [search.run(i, search.suggest(study.ask())).options for i in range(16)]
+        study = optuna.create_study(sampler=search.optuna_sampler)
+        values = [search.make_run(i, search.suggest(study.ask())).options for i in range(16)]
         assert {min(v["lr"] for v in values), max(v["lr"] for v in values)} == {0.5, 2.0}
         assert all(0.4 - 1e-12 <= v["beta"] <= 0.8 + 1e-12 for v in values)
         assert {v["k"] for v in values} <= {2, 3, 4, 5}
@@ -153,14 +153,14 @@ class TestSpaces:
 
     def test_a_decay_that_would_be_negative_is_zero(self):
         search = Search("bowl", Choice("adam"), (Space("beta1", "decay", 0.0),), Schedule(16, (1.0,), (10,)))
-        study = optuna.create_study(sampler=search.made_sampler)
-        values = [search.run(i, search.suggest(study.ask())).options["beta1"] for i in range(16)]
+        study = optuna.create_study(sampler=search.optuna_sampler)
+        values = [search.make_run(i, search.suggest(study.ask())).options["beta1"] for i in range(16)]
         assert min(values) == 0.0
         assert max(values) > 0.0
 
     @pytest.mark.parametrize("task", ["bowl", "rosenbrock", "mnist", "cifar10"])
     def test_schedules_of_the_paper(self, task):
-        found = schedule("paper", task)
+        found = find_schedule("paper", task)
         assert len(found.noise) == 10
         assert found.population == (16 if task == "cifar10" else 32)
         assert found.rate_factor == (0.5 if task == "mnist" else 1.0)
@@ -170,14 +170,14 @@ class TestSpaces:
 
     def test_every_task_has_schedules(self):
         for task in TASKS:
-            assert schedule("quick", task).trials < schedule("paper", task).trials
+            assert find_schedule("quick", task).trials < find_schedule("paper", task).trials
 
     def test_every_optimizer_of_the_paper_has_its_space(self):
         for task in ("bowl", "rosenbrock", "mnist", "cifar10"):
-            for optimizer in BASELINES:
+            for optimizer in OPTIMIZERS:
                 paper = paper_hyperparameters(task, optimizer).keys() - {"preconditioner"}
                 if paper:
-                    assert {space.name for space in spaces(optimizer)} == paper, optimizer
+                    assert {space.name for space in find_spaces(optimizer)} == paper, optimizer
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -200,31 +200,31 @@ class TestSpaces:
             parse_spaces(text)
 
     def test_fixed_options_are_not_tuned(self):
-        assert [space.name for space in plan("bowl", "adam(beta1=0.5)").spaces] == ["lr", "beta2"]
+        assert [space.name for space in plan_search("bowl", "adam(beta1=0.5)").spaces] == ["lr", "beta2"]
         with pytest.raises(ValueError, match="leave open, got lr"):
-            plan("bowl", "adam(lr=1)", space="rate(lr=0.1)")
+            plan_search("bowl", "adam(lr=1)", space="rate(lr=0.1)")
         with pytest.raises(ValueError, match=r"space must be given for torch\.AdamW"):
-            plan("bowl", "torch.AdamW")
+            plan_search("bowl", "torch.AdamW")
         with pytest.raises(ValueError, match="optimizer must be one, got 'adam, yogi'"):
-            plan("bowl", "adam, yogi")
+            plan_search("bowl", "adam, yogi")
         with pytest.raises(ValueError, match="trials must be left"):
-            plan("bowl", "adam", trials=3)
+            plan_search("bowl", "adam", trials=3)
         with pytest.raises(ValueError, match="sampler must be one of"):
-            plan("bowl", "adam", sampler="grid")
+            plan_search("bowl", "adam", sampler="grid")
         with pytest.raises(ValueError, match="schedule must be one of"):
-            plan("bowl", "adam", schedule="long")
+            plan_search("bowl", "adam", schedule="long")
 
     def test_what_the_paper_sets_besides_stays(self):
-        run = plan("rosenbrock", "lodo").run(0, {"lr": 1.0, "meta_lr": 0.1, "1 - beta": 0.5})
+        run = plan_search("rosenbrock", "lodo").make_run(0, {"lr": 1.0, "meta_lr": 0.1, "1 - beta": 0.5})
         assert run.options == {"preconditioner": "mixing(width=4.0)", "lr": 1.0, "meta_lr": 0.1, "beta": 0.5}
 
     def test_individuals_have_seeds_of_their_own(self):
-        search = plan("bowl", "adam")
+        search = plan_search("bowl", "adam")
         params = {"lr": 1.0, "1 - beta1": 0.5, "1 - beta2": 0.1}
-        seeds = {search.run(number, params).seed for number in range(search.number)}
+        seeds = {search.make_run(number, params).seed for number in range(search.number)}
         assert len(seeds) == search.number
         assert min(seeds) > 100, "experiments take the first seeds"
-        assert [search.run(number, params).evaluations for number in (0, 31, 128, 319)] == [1000, 1000, 1500, 8000]
+        assert [search.make_run(number, params).evaluations for number in (0, 31, 128, 319)] == [1000, 1000, 1500, 8000]
 
 
 SMALL = Schedule(4, (1.0, 0.5), (300, 600))
@@ -238,15 +238,17 @@ class TestStudies:
     def test_losses_are_the_runs_and_finished_trials_stay(self, tmp_path):
         storage, search = f"sqlite:///{tmp_path / 'deep' / 'tuning.db'}", small()
         seen = []
-        study = tune(search, storage, tmp_path, workers=0, report=lambda study: seen.append(len(study.trials)))
+        study = run_study(
+            search, storage, tmp_path, workers=0, on_progress=lambda study: seen.append(len(study.trials))
+        )
         trials = finished_trials(search, study)
         assert [trial.number for trial in trials] == list(range(8))
         for trial in trials:
-            curve = load(search.run(trial.number, trial.params), tmp_path / "runs")
+            curve = load_curve(search.make_run(trial.number, trial.params), tmp_path / "runs")
             assert trial.value == tail(curve)
             assert len(curve["loss"]) == SMALL.steps[trial.number // 4]
         before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
-        again = tune(small(), storage, tmp_path, workers=0)
+        again = run_study(small(), storage, tmp_path, workers=0)
         assert [trial.value for trial in again.trials] == [trial.value for trial in trials]
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()} == before
         assert search.mean(study) == small().mean(again)
@@ -254,7 +256,7 @@ class TestStudies:
 
     def test_runs_that_diverge_drop_out(self, tmp_path):
         search = Search("bowl", Choice("momentum"), (Space("lr", "rate", 3.0),), Schedule(4, (2.0, 0.1), (500, 500)))
-        study = tune(search, f"sqlite:///{tmp_path / 'tuning.db'}", tmp_path, workers=0)
+        study = run_study(search, f"sqlite:///{tmp_path / 'tuning.db'}", tmp_path, workers=0)
         states = [trial.state for trial in study.trials]
         assert TrialState.PRUNED in states[:4]
         assert TrialState.COMPLETE in states[:4]
@@ -263,7 +265,7 @@ class TestStudies:
     def test_an_error_of_a_run_ends_the_search_before_it_begins(self, tmp_path):
         search = Search("bowl", Choice("adam", {"speed": 3}), (LR,), SMALL)
         with pytest.raises(ValueError, match="speed"):
-            tune(search, f"sqlite:///{tmp_path / 'tuning.db'}", tmp_path, workers=0)
+            run_study(search, f"sqlite:///{tmp_path / 'tuning.db'}", tmp_path, workers=0)
         assert not (tmp_path / "runs").exists()
 
     @pytest.mark.parametrize("storage", ["tuning.db", "nosuch://here", "sqlite:////proc/nowhere/tuning.db"])
@@ -294,7 +296,7 @@ class TestStudies:
         assert taken.number == 0
         assert search.suggest(taken) == search.suggest(mine), "the same parameters, whoever asks"
         study.tell(1, 1.0)  # by another process
-        claims.show_life()
+        claims.renew()
         assert time.time() - study.get_trials()[0].user_attrs["owner"]["seen"] < 60
 
     def test_two_that_ask_for_the_last_trial_at_once(self, tmp_path):
@@ -329,7 +331,7 @@ class TestStudies:
 class TestFinals:
     def test_finalists_are_the_mean_and_the_best_of_the_last_generation(self):
         search = Search("bowl", Choice("momentum"), (LR, BETA), Schedule(8, (1.0, 1.0), (10, 20)))
-        study = optuna.create_study(sampler=search.made_sampler)
+        study = optuna.create_study(sampler=search.optuna_sampler)
         for number in range(8):
             add(study, 0.001 * number, lr=100.0, beta=0.5)  # better, but of shorter runs
         for loss, lr in (
@@ -357,34 +359,36 @@ class TestFinals:
     def test_every_finalist_runs_on_the_same_fresh_seeds(self, tmp_path):
         search, storage = small(), f"sqlite:///{tmp_path / 'tuning.db'}"
         seen = []
-        outcome = conduct(search, storage, tmp_path, confirm=2, show=lambda *told: seen.append(told), workers=0)
+        outcome = run_search(
+            search, storage, tmp_path, confirm=2, on_progress=lambda *told: seen.append(told), workers=0
+        )
         finals, folder = outcome.finals, tmp_path / "runs"
         assert isinstance(finals, Finals)
         trials = outcome.last.trials
         assert len(trials) == finals.number == 8
-        runs = [finals.run(trial.number, trial.params) for trial in trials]
+        runs = [finals.make_run(trial.number, trial.params) for trial in trials]
         assert [run.seed for run in runs] == [1008] * 4 + [1009] * 4, "those of the search are 1000 to 1007"
         assert {run.evaluations for run in runs} == {SMALL.steps[-1]}
-        assert [trial.value for trial in trials] == [tail(load(run, folder)) for run in runs]
+        assert [trial.value for trial in trials] == [tail(load_curve(run, folder)) for run in runs]
         means = {row[0].origin: sum(row[1]) / 2 for row in outcome.rows}
         assert outcome.rows[0][0].origin == min(means, key=means.__getitem__)
         by_hand = [trial.value for trial in trials if trial.params == outcome.params]
         assert outcome.rows[0][1] == by_hand
         assert seen[-1] == (16, 16, "finals: 4 candidates on 2 seeds")
         before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-        more = conduct(small(), storage, tmp_path, confirm=3, workers=0)
+        more = run_search(small(), storage, tmp_path, confirm=3, workers=0)
         assert more.finals.number == 12, "more seeds add to what is there"
         assert {path: path.stat().st_mtime_ns for path in before} == before
-        assert conduct(small(), storage, tmp_path, confirm=0, workers=0).params == search.mean(outcome.study)
+        assert run_search(small(), storage, tmp_path, confirm=0, workers=0).params == search.mean(outcome.study)
         with pytest.raises(ValueError, match="confirm must be"):
-            conduct(small(), storage, tmp_path, confirm=-1, workers=0)
+            run_search(small(), storage, tmp_path, confirm=-1, workers=0)
 
     def test_one_that_diverges_loses(self, tmp_path):
         search = Search("bowl", Choice("momentum"), (Space("lr", "rate", 1.0),), Schedule(4, (0.5,), (300,)))
         study = tuned_by(search, lambda params: params["lr"])
         candidates = finalists(search, study)
         finals = Finals(search, candidates, 2)
-        last = optuna.create_study(sampler=finals.made_sampler)
+        last = optuna.create_study(sampler=finals.optuna_sampler)
         for number in range(finals.number):
             trial = last.ask()
             params = finals.suggest(trial)
@@ -399,7 +403,7 @@ class TestFinals:
 
     def test_nothing_but_divergence(self, tmp_path):
         search = Search("bowl", Choice("adam"), (LR,), Schedule(2, (1.0,), (10,)), sampler="random", trials=2)
-        study = optuna.create_study(sampler=search.made_sampler)
+        study = optuna.create_study(sampler=search.optuna_sampler)
         for _ in range(2):
             add(study, None, lr=1.0)
         with pytest.raises(ValueError, match="smaller rates"):
@@ -408,7 +412,7 @@ class TestFinals:
 
 def tuned_by(search, loss):
     """A study of a search, with losses by a formula."""
-    study = optuna.create_study(sampler=search.made_sampler)
+    study = optuna.create_study(sampler=search.optuna_sampler)
     for _ in range(search.number):
         trial = study.ask()
         study.tell(trial, loss(search.suggest(trial)))
@@ -517,11 +521,9 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("args", "message"),
         [
-            (["nosuch", "--optimizer", "adam"], "TASK must be one of"),
             (["bowl", "--optimizer", "nosuch"], "optimizers must be among"),
             (["bowl", "--optimizer", "torch.AdamW"], "space must be given for torch.AdamW"),
             (["bowl", "--optimizer", "adam", "--space", "rate(speed=1.0)"], "speed"),
-            (["bowl", "--optimizer", "adam", "--sampler", "grid"], "sampler must be one of"),
             (["bowl", "--optimizer", "adam", "--storage", "here.db"], "storage must be a database"),
             (["bowl", "--optimizer", "adam", "--task", "n=0"], "n must be"),
         ],
@@ -531,6 +533,21 @@ class TestCommand:
         assert result.exit_code == 1
         assert message in " ".join(result.output.split())
         assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nosuch"], "'TASK': it must be one of 'bowl'"),
+        (["bowl", "--sampler", "grid"], "'--sampler': it must be one of 'paper', 'tpe'"),
+        (["bowl", "--schedule", "qick"], "'--schedule': it must be one of 'paper', 'quick', got 'qick'"),
+    ],
+)
+def test_names_are_checked_first(args, message, tmp_path):
+    result = CliRunner().invoke(app, ["tune", *args, "--optimizer", "adam", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_passwords_are_not_written():

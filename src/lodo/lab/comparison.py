@@ -4,42 +4,40 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from rich.console import Console
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lodo._checks import check_choice, check_int
+from lodo._checks import check_int
+from lodo.lab.experiments import load
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_label, digest_of, tail
 from lodo.lab.experiments.catalog import Entry, Size
 from lodo.lab.experiments.paper.bowl import last
 from lodo.lab.experiments.paper.rosenbrock import trajectories
-from lodo.lab.optimizers import BASELINES, Baseline, Choice, parse
+from lodo.lab.optimizers import OPTIMIZERS, Choice, OptimizerEntry, parse
 from lodo.lab.page.commands import run_command
 from lodo.lab.page.render import write_page
 from lodo.lab.page.results import StoredResults, read_results
 from lodo.lab.page.sections import experiment_section
-from lodo.lab.pipeline import conduct
-from lodo.lab.run import COLUMNS, Curve
+from lodo.lab.pipeline import run_experiment
+from lodo.lab.plugins import import_object, is_plugin
+from lodo.lab.run import COLUMNS, Curve, file_name
 from lodo.lab.show.curves import learning_curves, tracked_curves
 from lodo.lab.show.plots import Axis, Figure
 from lodo.lab.show.tables import Row, measure
-from lodo.lab.tasks import TASKS, Task
+from lodo.lab.tasks import TASKS, Task, check_task, find_task
+from lodo.lab.tasks.base import Problem, task_from_function
 
 LOSS = "loss over the last 10 %"
 TIME = "microseconds of training an evaluation, while runs shared the machine"
 
-Loss = Callable[[], Tensor]
-Measure = Callable[[], Mapping[str, float]]
-Made = tuple[Loss, Iterable[Parameter]] | tuple[Loss, Iterable[Parameter], Measure]
 Maker = Callable[[list[Parameter]], Optimizer]
 
 
@@ -61,7 +59,7 @@ class Comparison(Experiment):
     """Optimizers on one task.
 
     Args:
-        task: its name, as in `lodo.lab.tasks.TASKS`.
+        task: its name, as `lodo.lab.tasks.find_task` takes it.
     """
 
     optimizers = "lodo, adam"
@@ -70,7 +68,14 @@ class Comparison(Experiment):
     def __init__(self, task: str) -> None:
         size = Size(evaluations=1_000, seeds=3)
         super().__init__(
-            Entry(f"compare-{task}", f"Comparison on {task}", "a comparison of your own", task, full=size, quick=size)
+            Entry(
+                f"compare-{file_name(task)}",
+                f"Comparison on {task}",
+                "a comparison of your own",
+                task,
+                full=size,
+                quick=size,
+            )
         )
 
     @property
@@ -78,7 +83,7 @@ class Comparison(Experiment):
         return "lodo", "compare", self.task
 
     def plan(self, request: Request) -> Plan:
-        dataset = TASKS[self.task].dataset
+        dataset = find_task(self.task).dataset
         options = {} if dataset is None else {"digest": digest_of(request, dataset)}
         return self.by_choice(request, **options)
 
@@ -139,6 +144,23 @@ def _compared_rows(metric: str, results: Results, value: Callable[[Curve], float
     return [ComparedRow(**asdict(row), lowest=lowest) for row in rows]
 
 
+def find_experiment(name: str) -> Experiment:
+    """An experiment by its name, or your own as ``module:Name``.
+
+    The name after the colon is a subclass of `Experiment` that is made without arguments, or a task to compare on.
+
+    >>> find_experiment("bowl").title, find_experiment("lodo.lab.tasks.bowl:Bowl").title
+    ('Noisy quadratic bowl', 'Comparison on lodo.lab.tasks.bowl:Bowl')
+    """
+    if not is_plugin(name):
+        return load(name)
+    found: Any = import_object(name)
+    if not isinstance(found, type) or not issubclass(found, Experiment):
+        return Comparison(name)
+    make: Callable[[], Experiment] = found
+    return make()
+
+
 @dataclass(frozen=True)
 class Compared:
     """What came out of a comparison: rows of figures, the curves of every optimizer by seed, and the page."""
@@ -149,7 +171,7 @@ class Compared:
 
 
 def compare(
-    task: str | type[Task] | Callable[[], Made],
+    task: str | type[Task] | Callable[[], Problem],
     optimizers: str | Mapping[str, str | Maker],
     *,
     steps: int = 1_000,
@@ -212,7 +234,7 @@ def compare(
             evaluations=steps, seeds=seeds, choices=choices, task_options=dict(task_options or {})
         )
         folder = Path(scratch if out is None else out)
-        conduct(experiment, request, folder, workers=workers, console=console, draw=out is not None)
+        run_experiment(experiment, request, folder, workers=workers, console=console, draw=out is not None)
         stored = read_results(experiment, folder)
         if page is not None:
             spelled = isinstance(task, str) and isinstance(optimizers, str)
@@ -236,10 +258,10 @@ def write_comparison(stored: StoredResults, page: Path, out: Path | None, consol
 
 
 @contextmanager
-def _known(task: str | type[Task] | Callable[[], Made], threads: int) -> Iterator[str]:
+def _known(task: str | type[Task] | Callable[[], Problem], threads: int) -> Iterator[str]:
     """Let a task of the user's own be found by its name for a while."""
     if isinstance(task, str):
-        check_choice("task", task, TASKS)
+        check_task(task)
         yield task
         return
     name = getattr(task, "__name__", type(task).__name__).strip("<>").lower()
@@ -247,46 +269,11 @@ def _known(task: str | type[Task] | Callable[[], Made], threads: int) -> Iterato
         raise ValueError(f"task must be a function, a subclass of Task or a name, got {task!r}")
     if name in TASKS:
         raise ValueError(f"task must have a name of its own, got {name!r}, which is one of the laboratory's tasks")
-    TASKS[name] = task if isinstance(task, type) else _from_function(task, threads)
+    TASKS[name] = task if isinstance(task, type) else task_from_function(task, threads)
     try:
         yield name
     finally:
         del TASKS[name]
-
-
-def _from_function(make: Callable[[], Made], number: int) -> type[Task]:
-    class Own(Task):
-        """What the user's function returns, as a task."""
-
-        threads = number
-
-        def __init__(self, seed: int) -> None:
-            super().__init__(seed)
-            made = make()
-            if not isinstance(made, tuple) or len(made) not in (2, 3):
-                raise ValueError(
-                    f"task must return a function for the loss, the parameters and, if you like, a function that "
-                    f"measures, got {made!r}"
-                )
-            self._loss, params = made[0], made[1]
-            self._measure: Measure = made[2] if len(made) == 3 else dict
-            self.params = list(params)
-            self._batch = torch.get_rng_state()
-
-        def draw(self) -> None:
-            self._batch = torch.get_rng_state()
-
-        def loss(self) -> Tensor:
-            torch.set_rng_state(self._batch)  # so that a second evaluation is one of the same batch
-            return self._loss()
-
-        def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
-            before = torch.get_rng_state()
-            found = {name: float(value) for name, value in self._measure().items()}
-            torch.set_rng_state(before)
-            return found
-
-    return Own
 
 
 @contextmanager
@@ -303,12 +290,12 @@ def _chosen(optimizers: str | Mapping[str, str | Maker]) -> Iterator[list[Choice
                 choices.append(Choice(choice.optimizer, title=label, settings=choice.options))
             else:
                 added.append(f"own-{number}")
-                BASELINES[added[-1]] = Baseline(label, "", _making(wanted))
+                OPTIMIZERS[added[-1]] = OptimizerEntry(label, "", _making(wanted))
                 choices.append(Choice(added[-1]))
         yield choices
     finally:
         for name in added:
-            del BASELINES[name]
+            del OPTIMIZERS[name]
 
 
 def _one(label: str, text: str) -> list[Choice]:

@@ -1,12 +1,13 @@
-"""Many runs, on Dask: local processes or a cluster, the same code.
+"""Many runs at once: in this process, in local processes or on a cluster, through Dask.
 
-Files are the only memory: a run that is finished is not done again, and one that a dead worker or a dead sweep
-left behind goes on from its checkpoint, on whichever worker takes it next.
+Files are the only memory: a finished run is not repeated, and a run that a killed worker or a killed sweep left behind
+continues from its checkpoint on whichever worker gets it next.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import tempfile
 import time
@@ -25,25 +26,23 @@ import distributed
 from dask.system import CPU_COUNT
 
 from lodo._checks import check_int
-from lodo.lab.run import Curve, Run, execute, load
+from lodo.lab import plugins
+from lodo.lab.errors import RunError
+from lodo.lab.run import Curve, Run, execute, load_curve
 
 _REPORT_EVERY = 0.5  # seconds between a worker's messages about one run
 _DASK = {
-    "distributed.scheduler.allowed-failures": 20,  # workers that may die under one run before it is given up
+    "distributed.scheduler.allowed-failures": 20,  # workers that may die during a run before it is given up
     "distributed.worker.daemon": True,
     "distributed.logging.distributed": "error",
     "distributed.comm.retry.count": 3,
-    # Dask makes workers return memory at once, so that a network, which asks for it again at every step, takes twice as
-    # long.
+    # Dask makes its workers return freed memory at once. A network asks for the same memory at every step, and would
+    # then take twice as long.
     "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 2**30,
     "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 2**25,
 }
 
-Report = Callable[[Run, float], None]  # a run, and the fraction of it that is done
-
-
-class RunError(RuntimeError):
-    """A run ended with an error of its own; the others' results and checkpoints are kept."""
+OnProgress = Callable[[Run, float], None]  # is called with a run and the fraction of it that is done
 
 
 def sweep(
@@ -52,125 +51,125 @@ def sweep(
     *,
     workers: int | None = None,
     scheduler: str | None = None,
-    report: Report = lambda run, fraction: None,
+    on_progress: OnProgress = lambda run, fraction: None,
     checkpoint_every: float = 10.0,
 ) -> None:
-    """Finish every run; afterwards `lodo.lab.run.load` has them all.
+    """Finish every run; afterwards `lodo.lab.run.load_curve` reads any of them.
 
     Args:
-        runs: what to do; duplicates and finished runs cost nothing.
-        folder: where runs are kept. A cluster's workers must see the same folder; one thread each is best, as a
-            process does one run at a time.
-        workers: local processes, as many as cores if None; 0 works in this process, without Dask.
-        scheduler: the address of a running Dask scheduler, used instead of local processes.
-        report: is told of every run's progress.
+        runs: the runs. Duplicates and finished ones cost nothing.
+        folder: where runs are stored. The workers of a cluster must see the same folder. They should have one thread
+            each, since a process does one run at a time.
+        workers: number of local processes, one for each core if None; 0 works in this process, without Dask.
+        scheduler: the address of a running Dask scheduler, to use its workers instead of local processes.
+        on_progress: called with every run's progress.
         checkpoint_every: seconds between a run's checkpoints.
 
     Example:
         >>> run = Run("rosenbrock", "adam", seed=0, evaluations=20)
         >>> folder = Path(tempfile.mkdtemp())
         >>> sweep([run], folder, workers=0)
-        >>> len(load(run, folder)["loss"])
+        >>> len(load_curve(run, folder)["loss"])
         20
     """
     todo = []
     for run in dict.fromkeys(runs):
-        if load(run, folder) is None:
+        if load_curve(run, folder) is None:
             todo.append(run)
         else:
-            report(run, 1.0)
+            on_progress(run, 1.0)
     for run in _one_of_each(todo):
         run.check()
     if not todo:
         return
-    with crew(
+    with open_executor(
         folder,
         workers=workers,
         scheduler=scheduler,
-        report=report,
+        on_progress=on_progress,
         checkpoint_every=checkpoint_every,
         at_most=len(todo),
-    ) as hired:
-        hired.take(todo)
-        while hired.busy:
-            hired.wait()
+    ) as executor:
+        executor.submit(todo)
+        while executor.pending:
+            executor.wait()
 
 
-def loaded(run: Run, folder: Path) -> Curve:
-    """The curve of a run that has been finished."""
-    curve = load(run, folder)
+def load_finished(run: Run, folder: Path) -> Curve:
+    """The curve of a run that has been finished; an error if its file has disappeared since."""
+    curve = load_curve(run, folder)
     if curve is None:
-        raise RunError(f"{run.path(folder)} was there and is gone or damaged; the same command makes it again")
+        raise RunError(f"{run.path(folder)} has been removed or damaged; the same command makes it again")
     return curve
 
 
-class Crew(ABC):
-    """Those who do runs: give them some with `take`, and `wait` for the next that is finished."""
+class RunExecutor(ABC):
+    """Does runs: `submit` some, then `wait` for the next one that finishes."""
 
-    hands: int  # how many runs are done at once
+    slots: int  # how many runs are done at once
 
-    def __init__(self, folder: Path, report: Report, checkpoint_every: float) -> None:
-        self.folder, self.report, self.checkpoint_every = folder, report, checkpoint_every
+    def __init__(self, folder: Path, on_progress: OnProgress, checkpoint_every: float) -> None:
+        self.folder, self.on_progress, self.checkpoint_every = folder, on_progress, checkpoint_every
 
     @property
     @abstractmethod
-    def busy(self) -> int:
-        """How many runs have been taken and not finished."""
+    def pending(self) -> int:
+        """How many submitted runs have not finished."""
 
     @abstractmethod
-    def take(self, runs: Iterable[Run]) -> None:
-        """Begin with these runs; finished ones cost nothing."""
+    def submit(self, runs: Iterable[Run]) -> None:
+        """Add runs; finished ones cost nothing."""
 
     @abstractmethod
     def wait(self) -> Run:
-        """The next run that is finished. A run's own error is a `RunError`."""
+        """The next run that finishes. If it fails, a `RunError` is raised."""
 
 
 @contextmanager
-def crew(
+def open_executor(
     folder: Path,
     *,
     workers: int | None = None,
     scheduler: str | None = None,
-    report: Report = lambda run, fraction: None,
+    on_progress: OnProgress = lambda run, fraction: None,
     checkpoint_every: float = 10.0,
     at_most: int | None = None,
-) -> Iterator[Crew]:
-    """Those who do runs, with the options of `sweep`; no more local processes than ``at_most``."""
+) -> Iterator[RunExecutor]:
+    """An executor with the options of `sweep`, and at most ``at_most`` local processes; it is shut down at the end."""
     if workers is not None:
         check_int("workers", workers, low=0)
     folder = folder.absolute()
     number = min(CPU_COUNT if workers is None else workers, CPU_COUNT if at_most is None else at_most)
     if scheduler is None and number == 0:
-        yield _Alone(folder, report, checkpoint_every)
+        yield _InProcess(folder, on_progress, checkpoint_every)
         return
     with dask.config.set(_DASK), _client(scheduler, number) as client:
-        hired = _Many(client, folder, report, checkpoint_every)
+        executor = _OnDask(client, folder, on_progress, checkpoint_every)
         try:
-            yield hired
+            yield executor
         finally:
-            hired.dismiss()
+            executor.shutdown()
 
 
-class _Alone(Crew):
-    """This process, one run after the other."""
+class _InProcess(RunExecutor):
+    """Does one run after the other in this process."""
 
-    hands = 1
+    slots = 1
 
-    def __init__(self, folder: Path, report: Report, checkpoint_every: float) -> None:
-        super().__init__(folder, report, checkpoint_every)
-        self.runs: deque[Run] = deque()
+    def __init__(self, folder: Path, on_progress: OnProgress, checkpoint_every: float) -> None:
+        super().__init__(folder, on_progress, checkpoint_every)
+        self.queue: deque[Run] = deque()
 
     @property
-    def busy(self) -> int:
-        return len(self.runs)
+    def pending(self) -> int:
+        return len(self.queue)
 
-    def take(self, runs: Iterable[Run]) -> None:
-        self.runs.extend(runs)
+    def submit(self, runs: Iterable[Run]) -> None:
+        self.queue.extend(runs)
 
     def wait(self) -> Run:
-        run = self.runs.popleft()
-        progress = partial(self.report, run)
+        run = self.queue.popleft()
+        progress = partial(self.on_progress, run)
         try:
             execute(run, self.folder, checkpoint_every=self.checkpoint_every, progress=progress)
         except Exception as error:
@@ -178,31 +177,43 @@ class _Alone(Crew):
         return run
 
 
-class _Many(Crew):
-    """Dask's workers."""
+class _OnDask(RunExecutor):
+    """Does runs on Dask's workers."""
 
-    def __init__(self, client: Any, folder: Path, report: Report, checkpoint_every: float) -> None:
-        super().__init__(folder, report, checkpoint_every)
+    def __init__(self, client: Any, folder: Path, on_progress: OnProgress, checkpoint_every: float) -> None:
+        super().__init__(folder, on_progress, checkpoint_every)
         self.client = client
-        self.own = f"lodo-{uuid.uuid4().hex}"  # others may sweep on the same scheduler
+        self.topic = f"lodo-{uuid.uuid4().hex}"  # unique, since other sweeps may use the same scheduler
         self.by_name: dict[str, Run] = {}
         self.futures: dict[Any, Run] = {}
         self.completed = distributed.as_completed(loop=client.loop)
-        client.subscribe_topic(self.own, lambda event: report(self.by_name[event[1]["run"]], event[1]["done"]))
+        client.subscribe_topic(self.topic, self._pass_on)
+
+    def _pass_on(self, event: tuple[Any, dict[str, Any]]) -> None:
+        """Report the progress that a worker has sent."""
+        _, message = event
+        self.on_progress(self.by_name[message["run"]], message["done"])
 
     @property
-    def hands(self) -> int:  # type: ignore[override]  # workers come and go
+    def slots(self) -> int:  # type: ignore[override]  # a property, since workers come and go
         return max(1, len(self.client.nthreads()))
 
     @property
-    def busy(self) -> int:
+    def pending(self) -> int:
         return len(self.futures)
 
-    def take(self, runs: Iterable[Run]) -> None:
+    def submit(self, runs: Iterable[Run]) -> None:
         for run in runs:
             self.by_name[run.name] = run
-            key = f"{self.own}-{run.name}"
-            future = self.client.submit(_work, run, self.folder, self.checkpoint_every, self.own, key=key)
+            future = self.client.submit(
+                _work,
+                run,
+                self.folder,
+                self.checkpoint_every,
+                self.topic,
+                os.getcwd(),
+                key=f"{self.topic}-{run.name}",
+            )
             self.futures[future] = run
             self.completed.add(future)
 
@@ -214,32 +225,32 @@ class _Many(Crew):
         error = future.exception()
         if error is not None:
             raise RunError(f"{run.name} failed: {error}") from error
-        if load(run, self.folder) is None:
+        if load_curve(run, self.folder) is None:
             raise RunError(
-                f"{run.name} was done by a worker, but there is no file of it in {self.folder}: "
-                "the folder of --out must be one that this machine and the cluster's workers share"
+                f"a worker has finished {run.name}, but {self.folder} has no file of it: "
+                "--out must be a folder that this machine and the workers share"
             )
-        self.report(run, 1.0)
+        self.on_progress(run, 1.0)
         return run
 
-    def dismiss(self) -> None:
-        """Have unfinished runs stopped."""
+    def shutdown(self) -> None:
+        """Stop the runs that have not finished."""
         self.client.cancel(list(self.futures), force=True)
 
 
 @contextmanager
 def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
-    """A client of a running scheduler, or of a cluster of local processes that ends with it."""
+    """A client of a running scheduler, or of a cluster of local processes that lives as long as the client."""
     if scheduler is not None:
         with distributed.Client(scheduler, set_as_default=False) as client:
             yield client
         return
     with tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch:
-        with _interrupts_held_back():
+        with _without_interrupts():
             cluster = distributed.LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
-                memory_limit=0,  # Dask shall not kill a run for its memory
+                memory_limit=0,  # so that Dask never kills a run for its memory
                 dashboard_address="127.0.0.1:0",
                 local_directory=scratch,
                 silence_logs=logging.CRITICAL,
@@ -249,8 +260,8 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
 
 
 @contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Threads and processes started here, and theirs, never see Ctrl-C: the main thread alone shall act on it."""
+def _without_interrupts() -> Iterator[None]:
+    """Threads and processes started here, and their own, never see Ctrl-C: only the main thread acts on it."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -267,8 +278,9 @@ def _one_of_each(runs: Sequence[Run]) -> list[Run]:
     return list({(run.task, run.optimizer, str(run.task_options), str(run.options)): run for run in runs}.values())
 
 
-def _work(run: Run, folder: Path, checkpoint_every: float, topic: str) -> None:
-    """What a worker does."""
+def _work(run: Run, folder: Path, checkpoint_every: float, topic: str, current_folder: str) -> None:
+    """Do a run on a worker; ``current_folder``, where the command was given, has the plug-ins."""
+    plugins.search_in(current_folder)
     worker = distributed.get_worker()
     last = 0.0
 

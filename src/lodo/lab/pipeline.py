@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from lodo.lab.executor import Report, loaded, sweep
+from lodo.lab.executor import OnProgress, load_finished, sweep
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results, environments
 from lodo.lab.files import write_atomically
 from lodo.lab.run import Run
 from lodo.lab.show import tables
 
 
-def conduct(
+def run_experiment(
     experiment: Experiment,
     request: Request,
     out: Path,
@@ -34,25 +34,25 @@ def conduct(
 ) -> Path:
     """Run an experiment to its end and return the folder of its results.
 
-    Curves go to ``out/runs``, shared by all experiments; ``out/<name>`` gets ``summary.json``, ``table.md`` and, unless
-    ``draw`` is False, the figures. With workers, a script that calls this needs the usual
-    ``if __name__ == "__main__":`` around it.
+    Curves are written to ``out/runs``, which all experiments share; ``summary.json``, ``table.md`` and, unless ``draw``
+    is False, the figures are written to ``out/<name>``. A script that calls this with workers needs the usual
+    ``if __name__ == "__main__":`` around the call.
     """
     console = console or Console()
     plan = experiment.plan(request)
     for line in experiment.needs(request):
         console.print(line, markup=False, highlight=False)
-    runs = [run for seeds in zip(*plan.values(), strict=True) for run in seeds]  # all optimizers' first seeds first
-    with _display(plan, console) as report:
+    runs = [run for runs_of_seed in zip(*plan.values(), strict=True) for run in runs_of_seed]  # seed after seed
+    with _progress_bars(plan, console) as on_progress:
         sweep(
             runs,
             out / "runs",
             workers=workers,
             scheduler=scheduler,
-            report=report,
+            on_progress=on_progress,
             checkpoint_every=checkpoint_every,
         )
-    results: Results = {cell: [loaded(run, out / "runs") for run in runs] for cell, runs in plan.items()}
+    results: Results = {cell: [load_finished(run, out / "runs") for run in runs] for cell, runs in plan.items()}
     folder = out / experiment.name
     _write(experiment, request, results, folder, console)
     if draw:
@@ -65,6 +65,7 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
     rows, notes = experiment.rows(request, results), experiment.notes(request, results)
     summary = {
         "experiment": experiment.name,
+        "task": experiment.task,
         "settings": asdict(request),
         "rows": [asdict(row) for row in rows],
         "timings": _timings(results),
@@ -86,7 +87,7 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
 
 
 def _draw(experiment: Experiment, request: Request, results: Results, folder: Path) -> list[Path]:
-    """Write the figures; returns the PNG files."""
+    """Write the figures and return their PNG files."""
     from lodo.lab.show.draw import write_figures  # Matplotlib takes a second to import
 
     figures = [*experiment.figures(request, results), *experiment.draw_pictures(request, results)]
@@ -94,7 +95,7 @@ def _draw(experiment: Experiment, request: Request, results: Results, folder: Pa
 
 
 def _timings(results: Results) -> dict[str, float]:
-    """Microseconds of training an evaluation, as measured while runs shared the machine."""
+    """Microseconds of training for each evaluation, measured while runs shared the machine."""
     return {
         " ".join(filter(None, cell)): mean(1e6 * float(c["seconds"][-1]) / float(c["evaluations"][-1]) for c in curves)
         for cell, curves in results.items()
@@ -102,8 +103,8 @@ def _timings(results: Results) -> dict[str, float]:
 
 
 @contextmanager
-def _display(plan: Plan, console: Console) -> Iterator[Report]:
-    """A bar for every optimizer and one for all, with the time left."""
+def _progress_bars(plan: Plan, console: Console) -> Iterator[OnProgress]:
+    """A bar for every optimizer and one for all together, with the time left."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -123,12 +124,12 @@ def _display(plan: Plan, console: Console) -> Iterator[Report]:
             for label, runs in by_label.items()
         }
 
-        def report(run: Run, fraction: float) -> None:
+        def on_progress(run: Run, fraction: float) -> None:
             done[run] = max(fraction, done[run])
             label = label_of[run]
             for bar, runs in ((bars[label], by_label[label]), (total, list(done))):
-                parts = [done[each] for each in runs]
-                state = f"{sum(part >= 1 for part in parts)}/{len(parts)} runs"
-                progress.update(bar, completed=sum(parts), state=state)
+                fractions = [done[each] for each in runs]
+                finished = sum(fraction >= 1 for fraction in fractions)
+                progress.update(bar, completed=sum(fractions), state=f"{finished}/{len(fractions)} runs")
 
-        yield report
+        yield on_progress

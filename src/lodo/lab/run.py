@@ -1,7 +1,8 @@
 """One run: task x optimizer x hyperparameters x seed -> a curve on disk, resumable.
 
-A run is one Parquet file, named after its settings, with them and its outcome in the file's metadata. It is
-written when the run ends, so a file that is there and whole is a finished run; until then there is a checkpoint.
+A run is stored as one Parquet file. Its name comes from the settings, which also stand in the file's metadata with the
+outcome. The file is written when the run ends, so that a complete file is a finished run; until then there is a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not declared so
 
 from lodo._checks import check_int, check_real
+from lodo.lab import plugins
 from lodo.lab.files import load_state, remove_leftovers, save_state, write_atomically
-from lodo.lab.optimizers import build, decays, library_versions, needs_graph
-from lodo.lab.tasks import TASKS, make_task
+from lodo.lab.optimizers import build, decays, needs_graph
+from lodo.lab.optimizers.libraries import library_versions
+from lodo.lab.tasks import find_task, make_task
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # part of every run's address: raise it when the same settings begin to mean another curve
-_BREATH = 0.25  # seconds between looks at the clock for progress, checkpoints and time limits
-_PATIENCE = 10  # times as long training as writing checkpoints
+FORMAT = 2  # part of every run's address: raise it when the same settings come to mean another curve
+_LOOK_EVERY = 0.25  # seconds of training between checks for progress, checkpoints and time limits
+_TRAINING_OVER_SAVING = 10  # the least ratio of time spent training to time spent writing checkpoints
 COLUMNS = ("evaluations", "seconds", "loss", "repeat_loss")
 
 
@@ -50,14 +53,15 @@ class Run:
     """What determines a run.
 
     Args:
-        task: its name, as in `lodo.lab.tasks.TASKS`.
+        task: its name, as `lodo.lab.tasks.find_task` takes it.
         optimizer: its full name, as `lodo.lab.optimizers.resolve` gives it.
-        seed: draws everything random.
-        evaluations: ends the run after that many evaluations of a loss and its gradient (the paper's "steps").
-        seconds: ends it after that much training time. The earlier of the two counts.
-        task_options: what differs from the task's defaults.
+        seed: the seed of everything random.
+        evaluations: the run ends after this many evaluations of a loss and its gradient (the paper's "steps").
+        seconds: the run ends after this much training time, if that comes first.
+        task_options: options of the task that differ from its defaults.
         options: the optimizer's hyperparameters.
-        track_every: steps between measurements of tracked quantities; 0 for none.
+        track_every: number of steps between measurements of tracked quantities; 0 for none.
+        sources: digests of the files of your own modules, by the modules' names; None computes them.
 
     Example:
         >>> run = Run("rosenbrock", "torch.SGD", seed=0, evaluations=100, options={"lr": 0.1})
@@ -73,6 +77,7 @@ class Run:
     task_options: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     track_every: int = 0
+    sources: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, low=0)
@@ -83,6 +88,8 @@ class Run:
             check_real("seconds", self.seconds, low=0.0, open_low=True)
         if self.evaluations is None and self.seconds is None:
             raise ValueError("evaluations or seconds must be given, got None for both: the run would never end")
+        if self.sources is None:
+            object.__setattr__(self, "sources", plugins.source_digests(self.task, self.optimizer))
 
     def __hash__(self) -> int:
         return hash(self.settings)
@@ -90,37 +97,49 @@ class Run:
     @cached_property
     def settings(self) -> str:
         """The settings as canonical JSON."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        settings = {"format": FORMAT, **asdict(self)}
+        if not self.sources:
+            del settings["sources"]
+        return json.dumps(settings, sort_keys=True)
 
     @cached_property
     def name(self) -> str:
         """The address of the run: readable, and different for different settings."""
         digest = hashlib.sha256(self.settings.encode()).hexdigest()[:12]
-        return f"{self.task}-{self.optimizer}-{self.seed}-{digest}"
+        return f"{file_name(self.task)}-{file_name(self.optimizer)}-{self.seed}-{digest}"
 
     def path(self, folder: Path) -> Path:
-        """Where its curve is once it is finished."""
+        """The file of its curve, once it is finished."""
         return folder / f"{self.name}.parquet"
 
     def checkpoint_path(self, folder: Path) -> Path:
-        """Where it stands until then."""
+        """The file of its checkpoint, until then."""
         return folder / f"{self.name}.checkpoint"
 
     def weights_path(self, folder: Path) -> Path:
-        """Where the weights that it ended with are, if its task keeps them."""
+        """The file of its final weights, if its task keeps them."""
         return folder / f"{self.name}.weights"
 
     def check(self) -> None:
-        """Raise the error that the run would end with at once."""
+        """Make the task and the optimizer, to find an error before the run starts."""
         with threads(1), _own_random_numbers():
             build(self.optimizer, make_task(self.task, self.task_options, self.seed), self.seed, self.options)
 
 
+def file_name(name: str) -> str:
+    """The name of a task or an optimizer as part of a file's name.
+
+    >>> file_name("mymodule:MyTask")
+    'mymodule.MyTask'
+    """
+    return name.replace(":", ".")
+
+
 @dataclass(frozen=True)
 class Curve:
-    """A finished run, read back.
+    """A finished run, read from its file.
 
-    ``columns`` has one entry a step: ``step``, ``evaluations`` (so far), ``seconds`` (of training so far),
+    ``columns`` has one entry for each step: ``step``, ``evaluations`` (so far), ``seconds`` (of training so far),
     ``loss`` (on the fresh batch), ``repeat_loss`` (mean of further evaluations of that batch, else NaN), and
     tracked quantities after the step (NaN where not measured).
     """
@@ -129,8 +148,8 @@ class Curve:
     diverged: bool
     columns: Mapping[str, np.ndarray]
     environment: Mapping[str, str] = field(default_factory=dict)
-    final: Mapping[str, float] = field(default_factory=dict)  # what was measured once, at the end
-    weights: Path | None = None  # the file of the weights at the end, if there is one
+    final: Mapping[str, float] = field(default_factory=dict)  # numbers measured once, at the end
+    weights: Path | None = None  # the file of the final weights, if there is one
 
     def __getitem__(self, column: str) -> np.ndarray:
         return self.columns[column]
@@ -142,33 +161,36 @@ class Curve:
         return self["evaluations"][there], values[there]
 
 
-Progress = Callable[[float], None]  # is told the fraction done
+Progress = Callable[[float], None]  # is called with the fraction done
 
 
 def execute(
     run: Run, folder: Path, *, checkpoint_every: float = 10.0, progress: Progress = lambda fraction: None
 ) -> Path:
-    """Do the run unless it is already done, going on from its checkpoint if there is one.
+    """Do the run unless it is already done, continuing from its checkpoint if there is one.
 
     Args:
-        run: what to do.
-        folder: where runs are kept.
-        checkpoint_every: seconds between checkpoints, the most that a kill can cost; more where writing one takes over
-            a tenth of that, unless it is 0, for one at every opportunity.
-        progress: is told several times a second what fraction is done.
+        run: the run.
+        folder: where runs are stored.
+        checkpoint_every: seconds between checkpoints, the most that a kill can cost. The interval becomes longer if
+            writing a checkpoint takes more than a tenth of it. With 0 there is a checkpoint at every opportunity.
+        progress: called several times a second with the fraction that is done.
     """
     path, checkpoint = run.path(folder), run.checkpoint_path(folder)
-    if load(run, folder) is None:
-        with _one_at_a_time, _own_random_numbers(), threads(TASKS[run.task].threads):
+    if load_curve(run, folder) is None:
+        plugins.require_sources(run.sources or {})
+        with _one_at_a_time, _own_random_numbers(), threads(find_task(run.task).threads):
             training = _Training.resumed(run, checkpoint)
-            saved, wait = time.monotonic(), checkpoint_every
+            saved, interval = time.monotonic(), checkpoint_every
             while not training.over:
                 training.advance()
                 progress(training.fraction)
-                if (now := time.monotonic()) - saved > wait:
+                now = time.monotonic()
+                if now - saved > interval:
                     training.save(checkpoint)
                     saved = time.monotonic()
-                    wait = max(checkpoint_every, _PATIENCE * (saved - now)) if checkpoint_every > 0 else wait
+                    if checkpoint_every > 0:
+                        interval = max(checkpoint_every, _TRAINING_OVER_SAVING * (saved - now))
             if training.task.keeps_weights and not training.diverged:
                 training.save_weights(run.weights_path(folder))
             write_atomically(path, training.parquet())
@@ -179,8 +201,8 @@ def execute(
     return path
 
 
-def load(run: Run, folder: Path) -> Curve | None:
-    """The curve of a finished run, or None if there is none that can be trusted."""
+def load_curve(run: Run, folder: Path) -> Curve | None:
+    """The curve of a finished run, or None if there is no file of it that can be trusted."""
     path = run.path(folder)
     try:
         table = pq.read_table(path, page_checksum_verification=True)
@@ -191,7 +213,7 @@ def load(run: Run, folder: Path) -> Curve | None:
         log.warning("%s is damaged and will be made again (%s)", path, error)
         return None
     if json.dumps(about["settings"], sort_keys=True) != run.settings or table.num_rows != about["steps"]:
-        log.warning("%s is not what its name says and will be made again", path)
+        log.warning("%s does not hold the run that its name says and will be made again", path)
         return None
     columns = {name: table[name].to_numpy() for name in table.column_names}
     weights = run.weights_path(folder)
@@ -200,7 +222,7 @@ def load(run: Run, folder: Path) -> Curve | None:
 
 
 def read_weights(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """A run's settings and its weights: those at its end, or where its checkpoint stands."""
+    """The settings and the weights of a run, from its file of final weights or from its checkpoint."""
     state = load_state(path)
     if state is None:
         raise ValueError(f"{path} must be a whole file of weights or a checkpoint, got one that is missing or damaged")
@@ -227,7 +249,7 @@ class _Training:
 
     @property
     def fraction(self) -> float:
-        """How much of the run is done."""
+        """The fraction of the run that is done."""
         run = self.run
         return max(
             self.evaluations / run.evaluations if run.evaluations else 0.0,
@@ -239,12 +261,12 @@ class _Training:
         return self.diverged or self.fraction >= 1
 
     def advance(self) -> None:
-        """Train until the run ends or it is time to take a breath, measuring on the way."""
+        """Train for a moment, or until the run ends, and measure on the way."""
         task, optimizer = self.task, self.optimizer
         graph = needs_graph(optimizer)
         every = self.run.track_every
         most = self.run.evaluations or math.inf
-        breath = min(_BREATH, (self.run.seconds or math.inf) - self.seconds)
+        left = (self.run.seconds or math.inf) - self.seconds
         evaluations, seconds, loss, repeat_loss = (self.columns[name] for name in COLUMNS)
         losses: list[float] = []
 
@@ -252,7 +274,7 @@ class _Training:
             losses.append(task.evaluate(graph))
             return losses[-1]
 
-        limit = time.perf_counter() + breath
+        limit = time.perf_counter() + min(_LOOK_EVERY, left)
         while True:
             begin = time.perf_counter()
             for group, rate in zip(optimizer.param_groups, self.rates, strict=False):
@@ -260,7 +282,7 @@ class _Training:
             task.draw()
             try:
                 optimizer.step(closure)
-            except (ArithmeticError, LinAlgError):  # such as LODO's word for an infinite gradient
+            except (ArithmeticError, LinAlgError):  # such as LODO's error for an infinite gradient
                 self.diverged = True
             end = time.perf_counter()
             self.seconds += end - begin
@@ -286,7 +308,7 @@ class _Training:
         save_state(path, {"settings": self.run.settings, "params": [p.detach() for p in self.task.params]})
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; if that fails, say so and go on."""
+        """Write a checkpoint; if that fails, log it and continue."""
         state = {
             "settings": self.run.settings,
             "task": self.task.state_dict(),
@@ -305,10 +327,11 @@ class _Training:
 
     @classmethod
     def resumed(cls, run: Run, path: Path) -> _Training:
-        """Where the checkpoint stands, or at the start if there is none that can be trusted."""
+        """The run at its checkpoint, or at its start if there is no checkpoint that can be trusted."""
         if path.exists():
             try:
-                if (state := load_state(path)) is None:
+                state = load_state(path)
+                if state is None:
                     raise ValueError("it is damaged")
                 training = cls(run)
                 training._restore(state)
@@ -320,7 +343,7 @@ class _Training:
 
     def _restore(self, state: dict[str, Any]) -> None:
         if state["settings"] != self.run.settings:
-            raise ValueError("it is of another run")
+            raise ValueError("it belongs to another run")
         self.task.load_state_dict(state["task"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.columns = {name: _array(column) for name, column in state["columns"].items()}
@@ -364,7 +387,7 @@ class _Training:
 
 
 def environment() -> dict[str, str]:
-    """What the numbers were made with."""
+    """The machine and the versions of the packages that produce the numbers."""
     packages = {name: version(name) for name in ("lodo", "torch", "numpy", "numba")} | library_versions()
     return {
         **packages,
@@ -377,17 +400,19 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def processor() -> str:
-    """What the machine's processor is called, as far as the system tells."""
+    """The name of the machine's processor, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or "not known")
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "not known"
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:
-    """In single precision if nothing is lost by it, as with the losses of a single-precision task."""
+    """The values in single precision if that loses nothing, as with the losses of a single-precision task."""
     with np.errstate(over="ignore"):
         single = values.astype(np.float32)
     return single if np.array_equal(single, values, equal_nan=True) else values
@@ -402,7 +427,7 @@ def _array(values: torch.Tensor) -> array[float]:
 
 
 # Library optimizers draw from the global generators of torch, NumPy and Python. A process has one of each, so it does
-# one run at a time, and the caller's are put back.
+# one run at a time and restores the caller's generators afterwards.
 _one_at_a_time = threading.Lock()
 
 
@@ -436,7 +461,7 @@ def _own_random_numbers() -> Iterator[None]:
 
 @contextmanager
 def threads(number: int | None) -> Iterator[None]:
-    """Let torch use so many threads for a while; None changes nothing."""
+    """Let torch use this number of threads for a while; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

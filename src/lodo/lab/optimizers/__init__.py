@@ -1,101 +1,138 @@
-"""Every optimizer by name: the paper's, and those of other libraries."""
+"""Every optimizer by name: the paper's, those of other libraries, and your own.
+
+The names are plain data; the module of an optimizer is imported when one is made.
+"""
 
 from __future__ import annotations
 
-import difflib
-import functools
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
-from lodo import LODO
-from lodo.lab.optimizers import keras
-from lodo.lab.optimizers.frozen import FrozenLODO
-from lodo.lab.optimizers.l2l_weights import make_l2l, weights_digest
-from lodo.lab.optimizers.lbfgs import StochasticLBFGS
-from lodo.lab.optimizers.libraries import OF_THE_EXTRA, library_versions, make, of_extra, of_pytorch_optimizer, of_torch
-from lodo.lab.optimizers.second_order import BFGS, LevenbergMarquardt, Newton
-from lodo.lab.tasks import Task
+from lodo._checks import hint
+from lodo.lab.plugins import import_object, is_plugin
+from lodo.lab.settings import read_settings
 from lodo.spelling import parse_calls
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lodo.lab.tasks import Task
+
 __all__ = [
-    "BASELINES",
     "COSTS",
+    "OPTIMIZERS",
     "QUADRATIC",
-    "Baseline",
     "Choice",
+    "OptimizerEntry",
     "build",
     "decays",
     "hyperparameters",
-    "library_versions",
     "needs_graph",
     "paper_hyperparameters",
     "parse",
+    "resolve",
     "with_settings",
 ]
 
 COSTS = LINEAR, LOGLINEAR, _, QUADRATIC = "O(n)", "O(n log n)", "O(n^1.5)", ">= O(n^2)"
 
+Factory = Callable[..., "Optimizer"]  # (task, seed, **hyperparameters)
+
 
 @dataclass(frozen=True)
-class Baseline:
-    """An optimizer of the paper: how tables call it, what a step costs, and how it is made."""
+class OptimizerEntry:
+    """An optimizer that goes by a short name.
+
+    Args:
+        label: its name in tables and figures.
+        cost: the cost of a step, one of `COSTS`.
+        make: a function of the task, the seed and the hyperparameters that returns the optimizer.
+    """
 
     label: str
     cost: str
-    make: Callable[..., Optimizer]  # (task, seed, **hyperparameters)
+    make: Factory
 
 
-def _plain(make: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
-    return lambda task, seed, /, **options: make(task.params, **fixed, **options)
+def _of_params(path: str, **fixed: Any) -> Factory:
+    """A factory for what ``path`` names, which is called with the parameters and the hyperparameters."""
+
+    def make(task: Task, seed: int, /, **options: Any) -> Optimizer:
+        optimizer: Optimizer = import_object(path)(task.params, **fixed, **options)
+        return optimizer
+
+    return make
 
 
-def _seeded(make: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
-    return lambda task, seed, /, **options: make(task.params, **fixed, **{"seed": seed, **options})
+def _of_params_and_seed(path: str, **fixed: Any) -> Factory:
+    """The same for one that draws random numbers; a seed among the hyperparameters replaces the run's."""
+
+    def make(task: Task, seed: int, /, **options: Any) -> Optimizer:
+        return _of_params(path, **fixed)(task, seed, **{"seed": seed, **options})
+
+    return make
 
 
-def _knowing_the_hessian(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    return lambda task, seed, /, **options: make(task.params, task.hessian, **options)
+def _of_params_and_hessian(path: str) -> Factory:
+    """The same for one that needs the task's Hessian."""
+
+    def make(task: Task, seed: int, /, **options: Any) -> Optimizer:
+        return _of_params(path, hessian=task.hessian)(task, seed, **options)
+
+    return make
 
 
-BASELINES: dict[str, Baseline] = {
-    "adam": Baseline("Adam", LINEAR, _plain(keras.adam)),
-    "momentum": Baseline("Momentum", LINEAR, _plain(keras.momentum)),
-    "rmsprop": Baseline("RMSprop", LINEAR, _plain(keras.RMSprop)),
-    "yogi": Baseline("Yogi", LINEAR, _plain(keras.yogi)),
-    "lars": Baseline("LARS", LINEAR, _plain(keras.lars)),
-    "lbfgs": Baseline("L-BFGS", LINEAR, _plain(StochasticLBFGS, scaling="newest")),
-    "lbfgs_slip": Baseline("L-BFGS (authors' slip)", LINEAR, _plain(StochasticLBFGS, scaling="slip")),
-    "olbfgs": Baseline("O-LBFGS", LINEAR, _plain(StochasticLBFGS, scaling="mean")),
-    "l2l": Baseline("L2LBGDBGD", LINEAR, make_l2l),
-    "lodo": Baseline("LODO", LOGLINEAR, _seeded(LODO)),
-    "lodo_diagonal": Baseline("LODO-Diagonal", LINEAR, _seeded(LODO, preconditioner="diagonal")),
-    "lodo_global": Baseline("LODO-Global", LINEAR, _seeded(LODO, preconditioner="scalar")),
-    "lodo_residuals": Baseline("LODO-Residuals", LOGLINEAR, _seeded(LODO, preconditioner="residual")),
-    "lodo_no_momentum": Baseline("LODO-No-Momentum", LOGLINEAR, _seeded(LODO, beta=0.0)),
-    "lodo_sgd": Baseline("LODO-SGD", LOGLINEAR, _seeded(LODO, meta_optimizer="sgd")),
-    "lodo_frozen": Baseline("LODO, frozen", LOGLINEAR, _seeded(FrozenLODO)),
-    "bfgs": Baseline("BFGS", QUADRATIC, _plain(BFGS)),
-    "lm": Baseline("Levenberg-Marquardt", QUADRATIC, _knowing_the_hessian(LevenbergMarquardt)),
-    "newton": Baseline("Newton", QUADRATIC, _knowing_the_hessian(Newton)),
+def _l2l(task: Task, seed: int, /, **options: Any) -> Optimizer:
+    from lodo.lab.optimizers.l2l_weights import make_l2l
+
+    return make_l2l(task, seed, **options)
+
+
+_LBFGS = "lodo.lab.optimizers.lbfgs:StochasticLBFGS"
+_LODO = "lodo:LODO"
+
+OPTIMIZERS: dict[str, OptimizerEntry] = {
+    "adam": OptimizerEntry("Adam", LINEAR, _of_params("lodo.lab.optimizers.keras:adam")),
+    "momentum": OptimizerEntry("Momentum", LINEAR, _of_params("lodo.lab.optimizers.keras:momentum")),
+    "rmsprop": OptimizerEntry("RMSprop", LINEAR, _of_params("lodo.lab.optimizers.keras:RMSprop")),
+    "yogi": OptimizerEntry("Yogi", LINEAR, _of_params("lodo.lab.optimizers.keras:yogi")),
+    "lars": OptimizerEntry("LARS", LINEAR, _of_params("lodo.lab.optimizers.keras:lars")),
+    "lbfgs": OptimizerEntry("L-BFGS", LINEAR, _of_params(_LBFGS, scaling="newest")),
+    "lbfgs_slip": OptimizerEntry("L-BFGS (authors' slip)", LINEAR, _of_params(_LBFGS, scaling="slip")),
+    "olbfgs": OptimizerEntry("O-LBFGS", LINEAR, _of_params(_LBFGS, scaling="mean")),
+    "l2l": OptimizerEntry("L2LBGDBGD", LINEAR, _l2l),
+    "lodo": OptimizerEntry("LODO", LOGLINEAR, _of_params_and_seed(_LODO)),
+    "lodo_diagonal": OptimizerEntry("LODO-Diagonal", LINEAR, _of_params_and_seed(_LODO, preconditioner="diagonal")),
+    "lodo_global": OptimizerEntry("LODO-Global", LINEAR, _of_params_and_seed(_LODO, preconditioner="scalar")),
+    "lodo_residuals": OptimizerEntry(
+        "LODO-Residuals", LOGLINEAR, _of_params_and_seed(_LODO, preconditioner="residual")
+    ),
+    "lodo_no_momentum": OptimizerEntry("LODO-No-Momentum", LOGLINEAR, _of_params_and_seed(_LODO, beta=0.0)),
+    "lodo_sgd": OptimizerEntry("LODO-SGD", LOGLINEAR, _of_params_and_seed(_LODO, meta_optimizer="sgd")),
+    "lodo_frozen": OptimizerEntry(
+        "LODO, frozen", LOGLINEAR, _of_params_and_seed("lodo.lab.optimizers.frozen:FrozenLODO")
+    ),
+    "bfgs": OptimizerEntry("BFGS", QUADRATIC, _of_params("lodo.lab.optimizers.second_order:BFGS")),
+    "lm": OptimizerEntry(
+        "Levenberg-Marquardt", QUADRATIC, _of_params_and_hessian("lodo.lab.optimizers.second_order:LevenbergMarquardt")
+    ),
+    "newton": OptimizerEntry("Newton", QUADRATIC, _of_params_and_hessian("lodo.lab.optimizers.second_order:Newton")),
 }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An optimizer as the user named it, with the options that differ from its settings.
+    """An optimizer that the user chose, with the options that differ from its settings.
 
     Args:
         optimizer: its full name, as `resolve` gives it.
-        options: what the user gave.
-        title: how tables and figures call it without those; the optimizer's name if None.
-        settings: its hyperparameters without those; the paper's for the task if None.
+        options: the options that the user gave.
+        title: its name in tables and figures, before the options; the optimizer's own label if None.
+        settings: its hyperparameters apart from those options; the paper's for the task if None.
     """
 
     optimizer: str
@@ -105,9 +142,9 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """How tables and figures call it."""
-        known = BASELINES.get(self.optimizer)
-        name = self.title or (known.label if known else self.optimizer)
+        """Its name in tables and figures."""
+        entry = OPTIMIZERS.get(self.optimizer)
+        name = self.title or (entry.label if entry else self.optimizer)
         given = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
         return f"{name} ({given})" if given else name
 
@@ -115,7 +152,7 @@ class Choice:
 def parse(text: str, named: Mapping[str, Choice] | None = None) -> list[Choice]:
     """Optimizers as written on the command line: names, or calls with options.
 
-    ``named`` has choices that go by names of their own.
+    ``named`` maps further names to choices.
 
     >>> parse("lodo, lodo(beta=0.5), torch.AdamW(lr=0.1, betas=(0.9, 0.99))")[1].label
     'LODO (beta=0.5)'
@@ -134,15 +171,19 @@ def parse(text: str, named: Mapping[str, Choice] | None = None) -> list[Choice]:
 
 
 def resolve(name: str) -> str:
-    """The full name of an optimizer; case does not matter.
+    """The full name of an optimizer; upper and lower case are the same, except in your own ``module:Name``.
 
     >>> resolve("Adam"), resolve("AdamW"), resolve("lion")
     ('adam', 'torch.AdamW', 'pytorch_optimizer.lion')
     """
-    library, _, short = name.rpartition(".")
-    library, short = library.lower(), short.lower()
-    if not library and short in BASELINES:
-        return short
+    if is_plugin(name):
+        import_object(name)
+        return name
+    if name.lower() in OPTIMIZERS:
+        return name.lower()
+    from lodo.lab.optimizers.libraries import OF_THE_EXTRA, of_extra, of_pytorch_optimizer, of_torch
+
+    library, _, short = name.lower().rpartition(".")
     if library in ("", "torch", "torch.optim") and short in of_torch():
         return f"torch.{of_torch()[short]}"
     if library in ("", "pytorch_optimizer") and short in of_pytorch_optimizer():
@@ -150,11 +191,10 @@ def resolve(name: str) -> str:
     extra = of_extra(library) if library in OF_THE_EXTRA else {}
     if short in extra:
         return f"{library}.{extra[short]}"
-    near = difflib.get_close_matches(short, extra or [*BASELINES, *of_torch(), *of_pytorch_optimizer()], n=1)
-    hint = f"; did you mean {extra.get(near[0], near[0])}?" if near else ""
+    known = extra.values() or [*OPTIMIZERS, *of_torch(), *of_pytorch_optimizer()]
     raise ValueError(
-        f"optimizers must be among {', '.join(BASELINES)}, or an optimizer of torch.optim, pytorch_optimizer, "
-        f"{' or '.join(OF_THE_EXTRA)}, got {name!r}{hint}"
+        f"optimizers must be among {', '.join(OPTIMIZERS)}, an optimizer of torch.optim, pytorch_optimizer, "
+        f"{' or '.join(OF_THE_EXTRA)}, or your own as module:Name, got {name!r}{hint(short, known)}"
     )
 
 
@@ -166,11 +206,26 @@ def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optim
     0.1
     """
     try:
-        if name in BASELINES:
-            return BASELINES[name].make(task, seed, **options)
+        if name in OPTIMIZERS:
+            return OPTIMIZERS[name].make(task, seed, **options)
+        if is_plugin(name):
+            return _build_plugin(name, task, options)
+        from lodo.lab.optimizers.libraries import make
+
         return make(name, task, options)
     except (TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error
+
+
+def _build_plugin(name: str, task: Task, options: Mapping[str, Any]) -> Optimizer:
+    from torch.optim import Optimizer
+
+    optimizer = import_object(name)(task.params, **options)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"{name} must be a torch Optimizer, or a function of the parameters that returns one, got {optimizer!r}"
+        )
+    return optimizer
 
 
 def needs_graph(optimizer: Optimizer) -> bool:
@@ -183,12 +238,6 @@ def decays(name: str) -> bool:
     return name == "lars"
 
 
-@functools.cache
-def _paper() -> dict[str, dict[str, dict[str, Any]]]:
-    text = resources.files("lodo.lab.settings").joinpath("paper.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
-
-
 def paper_hyperparameters(task: str, optimizer: str) -> dict[str, Any]:
     """The paper's tuned values, or nothing where it gives none.
 
@@ -197,13 +246,13 @@ def paper_hyperparameters(task: str, optimizer: str) -> dict[str, Any]:
     >>> paper_hyperparameters("bowl", "torch.AdamW")
     {}
     """
-    return dict(_paper().get(task, {}).get(optimizer, {}))
+    return dict(read_settings("paper").get(task, {}).get(optimizer, {}))
 
 
 def with_settings(choices: Sequence[Choice], task: str, path: Path) -> list[Choice]:
-    """The choices with the hyperparameters that a TOML file of the form of paper.toml has for the task.
+    """The choices with the hyperparameters that a TOML file, written like paper.toml, has for the task.
 
-    What the file leaves open is the paper's; an optimizer that it names and that is not chosen does not matter.
+    A value that the file leaves out is the paper's. Optimizers in the file that are not chosen are ignored.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get(task, {})
@@ -218,8 +267,8 @@ def with_settings(choices: Sequence[Choice], task: str, path: Path) -> list[Choi
         ) from error
     if not table.keys() & {choice.optimizer for choice in choices if choice.settings is None}:
         raise ValueError(
-            f"hyperparameters must name in [{task}] an optimizer that is run here without settings of its own, "
-            f"got {str(path)!r}"
+            f"hyperparameters must name in [{task}] at least one of the chosen optimizers that has no settings of its "
+            f"own, got {str(path)!r}"
         )
     return [
         replace(choice, settings={**paper_hyperparameters(task, choice.optimizer), **table[choice.optimizer]})
@@ -230,11 +279,13 @@ def with_settings(choices: Sequence[Choice], task: str, path: Path) -> list[Choi
 
 
 def hyperparameters(task: str, choice: Choice) -> dict[str, Any]:
-    """Everything that a run of this choice depends on: its settings or the paper's, then the user's options."""
+    """All hyperparameters of a run of this choice: its settings or the paper's, then the user's options."""
     settings = paper_hyperparameters(task, choice.optimizer) if choice.settings is None else choice.settings
     options = {**settings, **choice.options}
     if choice.optimizer == "l2l":
+        from lodo.lab.optimizers.l2l_weights import weights_digest
+
         if options.get("weights") is not None:
-            options["weights"] = str(Path(options["weights"]).absolute())  # a worker may stand elsewhere
+            options["weights"] = str(Path(options["weights"]).absolute())  # a worker may have another current folder
         options["digest"] = weights_digest(options.get("weights"))
     return options

@@ -1,7 +1,7 @@
-"""The paper's first-order rivals, with the conventions of Keras behind its numbers.
+"""The paper's first-order optimizers, with the conventions of Keras, which the paper's numbers come from.
 
-Libraries are used where theirs match or can be made to match; `tests/lab/test_baselines.py` holds each to its
-written-out formula. Below, g is the gradient and every state starts at zero.
+A library's implementation is used where it matches or can be made to match; `tests/lab/test_optimizers.py` compares
+each with its formula. Below, g is the gradient and every state starts at zero.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.optim.optimizer import ParamsT
 from lodo._checks import check_real
 from lodo.lab.optimizers.base import ElementwiseOptimizer
 
-_LONG_AGO = 2**53  # a step count at which 1 - beta^t is 1: no bias correction
+_LONG_AGO = 2**53  # a step count t at which 1 - beta^t is 1: no bias correction
 
 
 def adam(params: ParamsT, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-7) -> Optimizer:
-    """torch's Adam. Keras adds epsilon before the bias correction, torch after it: no matter at 1e-7."""
+    """torch's Adam. Keras adds epsilon before the bias correction and torch after it, which hardly matters at 1e-7."""
     return Adam(params, lr=lr, betas=(beta1, beta2), eps=eps)
 
 
@@ -32,7 +32,8 @@ def momentum(params: ParamsT, lr: float = 1e-2, beta: float = 0.9) -> Optimizer:
 def yogi(params: ParamsT, lr: float = 1e-2, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-3) -> Optimizer:
     """``m = beta1 m + (1-beta1) g; v += (1-beta2) sign(g^2-v) g^2; x -= lr m / (sqrt(v) + eps)``.
 
-    The library corrects the bias of both averages, Keras of neither: the count starts where that makes no difference.
+    The library corrects the bias of both averages, Keras that of neither: the step count starts so high that the
+    correction is 1.
     """
     import pytorch_optimizer  # takes a second
 
@@ -52,7 +53,7 @@ def lars(params: ParamsT, lr: float = 1e-3, beta: float = 0.9, weight_decay: flo
 class RMSprop(ElementwiseOptimizer):
     """``v = rho v + (1-rho) g^2; m = beta m + lr g / sqrt(v + eps); x -= m``.
 
-    torch's own adds epsilon outside the root, which is another method where gradients are small.
+    torch's RMSprop adds epsilon outside the root, which makes a difference where gradients are small.
 
     Example:
         >>> x = torch.nn.Parameter(torch.tensor([1.0]))

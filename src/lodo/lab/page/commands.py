@@ -68,10 +68,10 @@ def tune_command(search: Any, out: Path, confirm: Any = CONFIRM) -> str:
 
 
 def _schedule(found: Any, task: str) -> list[str]:
-    from lodo.lab.tuning.space import schedule  # Optuna takes a second to import
+    from lodo.lab.tuning.space import find_schedule  # Optuna takes a second to import
 
     try:
-        quick = json.dumps(asdict(schedule("quick", task)))
+        quick = json.dumps(asdict(find_schedule("quick", task)))
     except ValueError:
         return []
     return ["--schedule", "quick"] if json.dumps(found) == quick else []
@@ -79,11 +79,11 @@ def _schedule(found: Any, task: str) -> list[str]:
 
 def _space(found: Any, optimizer: str, fixed: Mapping[str, Any]) -> list[str]:
     """Nothing if it is the optimizer's own, without what was fixed."""
-    from lodo.lab.tuning.space import spaces
+    from lodo.lab.tuning.space import find_spaces
 
     every = found if isinstance(found, list) else []
     try:
-        usual = [asdict(space) for space in spaces(optimizer) if space.name not in fixed]
+        usual = [asdict(space) for space in find_spaces(optimizer) if space.name not in fixed]
     except ValueError:
         usual = []
     if not every or every == usual:

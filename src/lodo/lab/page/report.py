@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,12 @@ from lodo.lab.comparison import Comparison
 from lodo.lab.experiments import CATALOG, load
 from lodo.lab.experiments.base import Experiment
 from lodo.lab.page.render import Section
-from lodo.lab.page.results import read_results
+from lodo.lab.page.results import read_results, read_summary
 from lodo.lab.page.sections import experiment_section, theory_section, tuning_section
-from lodo.lab.tasks import TASKS
+from lodo.lab.tasks import find_task
 from lodo.lab.theory.parts import PARTS
+
+log = logging.getLogger(__name__)
 
 SectionReader = tuple[str, Callable[[], Section | None]]
 
@@ -33,5 +36,16 @@ def _read(experiment: Experiment, folder: Path) -> Section:
 
 
 def _comparisons(folder: Path) -> list[Comparison]:
-    names = [path.parent.name.removeprefix("compare-") for path in sorted(folder.glob("compare-*/summary.json"))]
-    return [Comparison(name) for name in names if name in TASKS]
+    summaries = [read_summary(path) for path in sorted(folder.glob("compare-*/summary.json"))]
+    tasks = [str(summary.get("task")) for summary in summaries if summary is not None]
+    return [Comparison(task) for task in tasks if _is_there(task)]
+
+
+def _is_there(task: str) -> bool:
+    """Whether a task can be found; your own can where its module can be imported."""
+    try:
+        find_task(task)
+    except ValueError as error:
+        log.warning("a comparison is left out, because its task cannot be found: %s", error)
+        return False
+    return True

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.optimizers import Choice
-from lodo.lab.run import Curve, Run, load
+from lodo.lab.run import Curve, Run, file_name, load_curve
 from lodo.lab.show.tables import Row
-from lodo.lab.tasks import TASKS
+from lodo.lab.tasks import find_task
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _curves(experiment: Experiment, request: Request, runs: Path) -> tuple[Resul
         results: dict[Cell, list[Curve]] = {}
         missing: list[Run] = []
         for cell, planned in plan.items():
-            curves = [load(run, runs) for run in planned]
+            curves = [load_curve(run, runs) for run in planned]
             missing += [run for run, curve in zip(planned, curves, strict=True) if curve is None]
             first = _until_missing(curves)
             if len(first) >= experiment.least:
@@ -125,7 +125,7 @@ def _until_missing(curves: Sequence[Curve | None]) -> list[Curve]:
 
 def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Plan]:
     """What would be run, with each of the data sets that runs in the folder were made with."""
-    if TASKS[experiment.task].dataset is None:
+    if find_task(experiment.task).dataset is None:
         yield experiment.plan(request)
         return
     for digest in sorted(digests(runs, experiment.task)):
@@ -134,7 +134,7 @@ def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Pla
 
 def digests(runs: Path, task: str) -> set[str]:
     """The digests of the data that the runs of a task were made with."""
-    every = map(_about, runs.glob(f"{task}-*.parquet"))
+    every = map(_about, runs.glob(f"{file_name(task)}-*.parquet"))
     options = (about.get("settings", {}).get("task_options", {}) for about in every)
     return {str(one["digest"]) for one in options if "digest" in one}
 

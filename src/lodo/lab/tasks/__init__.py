@@ -1,21 +1,66 @@
-"""What is optimized: a stream of losses, one fresh batch a step."""
+"""What is optimized: a stream of losses, one fresh batch a step.
+
+Tasks go by name, and a task's module is imported when the task is asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lodo._checks import check_choice
-from lodo.lab.tasks.base import Task
-from lodo.lab.tasks.bowl import Bowl, newton_loss
-from lodo.lab.tasks.cifar10 import Cifar10
-from lodo.lab.tasks.mlp import Mlp
-from lodo.lab.tasks.mnist import Mnist
-from lodo.lab.tasks.rosenbrock import Rosenbrock
+from lodo.lab.plugins import import_object, is_plugin
 
-__all__ = ["TASKS", "Bowl", "Cifar10", "Mlp", "Mnist", "Rosenbrock", "Task", "make_task", "newton_loss"]
+if TYPE_CHECKING:
+    from lodo.lab.tasks.base import Task as Task
 
-TASKS: dict[str, type[Task]] = {"bowl": Bowl, "rosenbrock": Rosenbrock, "mlp": Mlp, "mnist": Mnist, "cifar10": Cifar10}
+__all__ = ["TASKS", "Task", "check_task", "find_task", "make_task"]
+
+TASKS: dict[str, str | type[Task]] = {  # the class, or where it is
+    "bowl": "lodo.lab.tasks.bowl:Bowl",
+    "rosenbrock": "lodo.lab.tasks.rosenbrock:Rosenbrock",
+    "mlp": "lodo.lab.tasks.mlp:Mlp",
+    "mnist": "lodo.lab.tasks.mnist:Mnist",
+    "cifar10": "lodo.lab.tasks.cifar10:Cifar10",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """`Task`, which needs torch, when it is asked for: the names of the tasks do not need it."""
+    if name == "Task":
+        from lodo.lab.tasks.base import Task
+
+        return Task
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def check_task(name: str) -> None:
+    """Raise an error unless ``name`` is one of `TASKS`, or of the form ``module:Name``.
+
+    >>> check_task("pit")
+    Traceback (most recent call last):
+    ...
+    ValueError: task must be one of 'bowl', 'rosenbrock', 'mlp', 'mnist', 'cifar10', got 'pit'
+    """
+    if not is_plugin(name):
+        check_choice("task", name, TASKS)
+
+
+def find_task(name: str) -> type[Task]:
+    """The class of a task: one of `TASKS`, or your own as ``module:Name``.
+
+    The name after the colon is a subclass of `Task`, or a function of the kind that `lodo.lab.compare` takes.
+
+    >>> find_task("bowl")
+    <class 'lodo.lab.tasks.bowl.Bowl'>
+    """
+    check_task(name)
+    found = TASKS.get(name, name)
+    if not isinstance(found, str):
+        return found
+    from lodo.lab.tasks.base import as_task
+
+    return as_task(name, import_object(found))
 
 
 def make_task(name: str, options: Mapping[str, Any], seed: int) -> Task:
@@ -24,8 +69,8 @@ def make_task(name: str, options: Mapping[str, Any], seed: int) -> Task:
     >>> make_task("bowl", {"n": 10}, seed=0).params[0].shape
     torch.Size([10])
     """
-    check_choice("task", name, tuple(TASKS))
+    kind = find_task(name)
     try:
-        return TASKS[name](seed, **options)
+        return kind(seed, **options)
     except TypeError as error:
         raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error

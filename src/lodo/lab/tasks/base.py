@@ -1,8 +1,9 @@
-"""What every task offers."""
+"""What every task offers, and how a function becomes a task."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +12,16 @@ from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
+Loss = Callable[[], Tensor]
+Measure = Callable[[], Mapping[str, float]]
+Problem = tuple[Loss, Iterable[Parameter]] | tuple[Loss, Iterable[Parameter], Measure]
+
 
 class Task(ABC):
     """Draws a fresh batch and returns a loss on it, again and again.
 
-    A subclass fills ``params`` and writes `loss`; `draw` if its batches differ, `buffers` if it has
-    tensors beside its parameters that change. Everything random comes from ``rng``.
+    A subclass fills ``params`` and defines `loss`; it defines `draw` if its batches differ, and `buffers` if it has
+    tensors other than its parameters that change. Everything random comes from ``rng``.
 
     Example:
         >>> class Parabola(Task):
@@ -30,9 +35,9 @@ class Task(ABC):
         (2.0, tensor([2., 2.]))
     """
 
-    threads: ClassVar[int | None] = 1  # so that numbers do not depend on it; None for as many as torch uses
-    dataset: ClassVar[str | None] = None  # what it reads, a key of `lodo.lab.data.LOADERS`
-    keeps_weights: ClassVar[bool] = False  # whether the weights at the end of a run are worth a file
+    threads: ClassVar[int | None] = 1  # one, so that results do not depend on the number; None for torch's own number
+    dataset: ClassVar[str | None] = None  # the data set that it reads, a key of `lodo.lab.data.LOADERS`
+    keeps_weights: ClassVar[bool] = False  # whether a run writes its final weights to a file
     params: list[Parameter]
 
     def __init__(self, seed: int) -> None:
@@ -68,19 +73,19 @@ class Task(ABC):
         return torch.stack([parameters_to_vector(row) for row in rows])
 
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
-        """Numbers worth a column in the curve, such as the position, after so many steps."""
+        """Numbers to record in the curve, such as the position, after ``step`` steps."""
         return {}
 
     def final(self) -> dict[str, float]:
-        """Numbers that are measured once, at the end."""
+        """Numbers that are measured once, at the end of a run."""
         return {}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Tensors beside the parameters that change over time."""
+        """Tensors other than the parameters that change over time, for checkpoints."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the task stands, for a checkpoint."""
+        """The state of the task, for a checkpoint."""
         return {
             "rng": self.rng.get_state(),
             "params": [p.detach() for p in self.params],
@@ -88,10 +93,63 @@ class Task(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state_dict` was taken."""
+        """Return to a state that `state_dict` gave."""
         self.rng.set_state(state["rng"])
         with torch.no_grad():
             for p, value in zip(self.params, state["params"], strict=True):
                 p.copy_(value)
             for name, buffer in self.buffers().items():
                 buffer.copy_(state["buffers"][name])
+
+
+def as_task(name: str, found: Any) -> type[Task]:
+    """A subclass of `Task` as it is, and any other function turned into one."""
+    if isinstance(found, type) and issubclass(found, Task):
+        return found
+    if isinstance(found, type) or not callable(found):
+        raise ValueError(f"task must be a subclass of Task or a function, got {found!r} for {name!r}")
+    return task_from_function(found)
+
+
+def task_from_function(make: Callable[[], Problem], number_of_threads: int = 1) -> type[Task]:
+    """A task from a function that returns a loss, the parameters and, optionally, a function that measures.
+
+    >>> def parabola():
+    ...     x = Parameter(torch.ones(2))
+    ...     return lambda: x.square().sum(), [x]
+    >>> task_from_function(parabola)(seed=0).evaluate()
+    2.0
+    """
+
+    class FunctionTask(Task):
+        """What the function returns, as a task."""
+
+        threads = number_of_threads
+
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            problem = make()
+            if not isinstance(problem, tuple) or len(problem) not in (2, 3):
+                raise ValueError(
+                    f"task must return a function for the loss, the parameters and, optionally, a function that "
+                    f"measures, got {problem!r}"
+                )
+            self._loss, params = problem[0], problem[1]
+            self._measure: Measure = problem[2] if len(problem) == 3 else dict
+            self.params = list(params)
+            self._batch = torch.get_rng_state()
+
+        def draw(self) -> None:
+            self._batch = torch.get_rng_state()
+
+        def loss(self) -> Tensor:
+            torch.set_rng_state(self._batch)  # so that a second evaluation uses the same batch
+            return self._loss()
+
+        def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
+            before = torch.get_rng_state()
+            measured = {name: float(value) for name, value in self._measure().items()}
+            torch.set_rng_state(before)
+            return measured
+
+    return FunctionTask

@@ -1,8 +1,5 @@
 """The paper's theory, computed: each claim checked by numbers and drawn, with where it stops holding.
 
-Needs the extra `lab`. ``lodo theory NAME`` runs it; `represent` is a tool of its own.
+``lodo theory NAME`` runs a part of it; `lodo.lab.theory.represent.represent` can be used by itself. This file imports
+nothing, so that the names of the parts are there without torch.
 """
-
-from lodo.lab.theory.represent import Represented, represent
-
-__all__ = ["Represented", "represent"]

@@ -1,4 +1,4 @@
-"""The paper's evolutionary algorithm (its appendix "Hyperparameters") as a sampler of Optuna's."""
+"""The paper's evolutionary algorithm (its appendix "Hyperparameters") as an Optuna sampler."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from lodo.lab.tuning.space import Schedule, Space
 
 
 class EvolutionSampler(BaseGASampler):
-    """Individuals are Gaussian around a mean; the next mean is that of the better half.
+    """Individuals are Gaussian around a mean, and the next mean is that of the better half.
 
-    A trial's number is its place: generation ``number // population``. What it gets depends on the seed, its number and
-    the finished generations alone, not on when or by whom it is asked for. A generation can be sampled once the one
-    before has finished, so that `Study.optimize` must not run several trials at once; `lodo.lab.tuning.tune` can.
+    A trial's number says which generation it is in: ``number // population``. Its parameters depend only on the seed,
+    its number and the finished generations, not on when or by which process they are asked for. A generation can be
+    sampled only when the one before has finished, so `Study.optimize` must not run several trials at once;
+    `lodo.lab.tuning.study.run_study` can.
 
-    Trials that did not complete, such as those that diverged, are no parents; where fewer than half of a generation
-    completed, all of these are. After a generation without any the mean stays.
+    Trials that did not complete, such as those that diverged, do not become parents. If fewer than half of a generation
+    completed, all of these become parents. If none did, the mean stays where it is.
 
     Args:
-        spaces: the hyperparameters.
+        spaces: the hyperparameters to tune.
         schedule: the generations.
-        seed: draws everything random.
+        seed: the seed of everything random.
 
     Example:
         >>> import optuna
@@ -71,13 +72,13 @@ class EvolutionSampler(BaseGASampler):
         return len(ended) == self.schedule.population
 
     def mean(self, study: Study, generation: int) -> dict[str, float]:
-        """Around what a generation is drawn: the mean of its parents' parameters, in natural logarithms."""
+        """The mean around which a generation is drawn: that of its parents' parameters, in natural logarithms."""
         if generation == 0:
             return self.starts
         parents = self.get_parent_population(study, generation)
         if not parents:
             return self.mean(study, generation - 1)
-        return {name: fmean(math.log(trial.params[name]) for trial in parents) for name in self.starts}  # in any order
+        return {name: fmean(math.log(trial.params[name]) for trial in parents) for name in self.starts}
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return {}
@@ -102,7 +103,7 @@ class EvolutionSampler(BaseGASampler):
         return min(max(p, param_distribution.low), param_distribution.high)
 
     def _noise(self, generation: int) -> float:
-        """A generation's; the last one's for trials beyond the schedule."""
+        """The standard deviation of a generation; that of the last one for trials beyond the schedule."""
         return self.schedule.noise[min(generation, len(self.schedule.noise) - 1)]
 
     def _generation(self, study: Study, generation: int) -> list[FrozenTrial]:

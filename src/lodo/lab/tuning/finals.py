@@ -1,7 +1,8 @@
-"""The end of a search: its best candidates run again on fresh seeds, and the best of these is the result.
+"""The end of a search: its best candidates are run again on fresh seeds, and the best of them is the result.
 
-The paper takes the mean of the last generation's better half, which nobody has run. Where runs with too high a rate
-diverge that mean is too careful, and the lowest loss of a single run is luck; a second look costs little.
+The paper takes the mean of the last generation's better half, which was never run itself. Where runs diverge at high
+learning rates, that mean is too low, and the lowest loss of a single run may be luck. Running a few candidates again
+costs little.
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ FINALISTS = 4
 
 @dataclass(frozen=True)
 class Finalist:
-    """A candidate: where it comes from, and its parameters as a study has them."""
+    """A candidate: where it comes from, and its parameters as they stand in the study."""
 
     origin: str
     params: Mapping[str, float]
 
 
 def finalists(search: Search, study: Study) -> tuple[Finalist, ...]:
-    """Who may be the result of a finished search: the one that its sampler stands for, then the best trials.
+    """The candidates for the result of a finished search: its best trials.
 
-    With the paper's sampler these are the mean of the last generation's better half and the best of that generation.
+    With the paper's sampler they are those of the last generation, after the mean of its better half.
     """
-    best = [Finalist(f"trial {trial.number}", trial.params) for trial in search.best(study)]
+    candidates = [Finalist(f"trial {trial.number}", trial.params) for trial in search.best(study)]
     mean = search.mean(study)
     if mean is not None:
-        best.insert(0, Finalist("mean of the better half", mean))
-    return tuple(best[:FINALISTS])
+        candidates.insert(0, Finalist("mean of the better half", mean))
+    return tuple(candidates[:FINALISTS])
 
 
 @dataclass(frozen=True)
 class Finals:
-    """Every finalist on the same few seeds, which no trial of the search had.
+    """Every finalist on the same few seeds, none of which a trial of the search had.
 
-    It is a study of its own beside the search's, so that processes share and continue it alike.
+    The finals have their own study, so that processes can share and continue them like the search.
 
     Args:
-        search: a finished one.
-        finalists: of it.
-        seeds: how many.
+        search: a finished search.
+        finalists: its finalists.
+        seeds: number of runs of each finalist.
     """
 
     search: Search
@@ -66,53 +67,53 @@ class Finals:
 
     @property
     def name(self) -> str:
-        """What its study is called."""
+        """The name of the study."""
         return f"{self.search.name}-finals"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What determines it, for its study."""
+        """All that determines the finals, to be stored in the study."""
         return {**self.search.settings, "finalists": [dict(each.params) for each in self.finalists]}
 
     @property
     def number(self) -> int:
-        """Of trials."""
+        """Number of trials."""
         return len(self.finalists) * self.seeds
 
     @cached_property
-    def made_sampler(self) -> BaseSampler:
-        """Optuna's side of it."""
-        return _Given([each.params for each in self.finalists])
+    def optuna_sampler(self) -> BaseSampler:
+        """A sampler that hands out the finalists in turn."""
+        return _InTurn([each.params for each in self.finalists])
 
     def may_begin(self, number: int, study: Study) -> bool:
-        """Whether what a trial depends on is known."""
+        """Whether the trial can begin: those of the finals always can."""
         return True
 
     @property
     def start(self) -> Run:
-        """A run that shows whether the others can be made."""
+        """A run to check before the others."""
         return self.search.start
 
     def suggest(self, trial: optuna.Trial) -> dict[str, float]:
-        """A trial's parameters."""
+        """The parameters of a trial."""
         return self.search.suggest(trial)
 
-    def run(self, number: int, params: Mapping[str, float]) -> Run:
-        """What a trial does: as long a run as the search's last, on a seed of the finals."""
-        return self.search.run(self.search.number + number // len(self.finalists), params)
+    def make_run(self, number: int, params: Mapping[str, float]) -> Run:
+        """The run of a trial: as long as the search's last runs, on a seed of the finals."""
+        return self.search.make_run(self.search.number + number // len(self.finalists), params)
 
     def losses(self, study: Study) -> list[list[float]]:
-        """Of each finalist, by seed; a run that diverged is infinite."""
-        ended = study.get_trials(deepcopy=False)[: self.number]
-        found = [math.inf if trial.value is None else trial.value for trial in ended]
-        return [found[i :: len(self.finalists)] for i in range(len(self.finalists))]
+        """The losses of each finalist, by seed; infinite for a run that diverged."""
+        trials = study.get_trials(deepcopy=False)[: self.number]
+        values = [math.inf if trial.value is None else trial.value for trial in trials]
+        return [values[i :: len(self.finalists)] for i in range(len(self.finalists))]
 
 
-class _Given(BaseSampler):
-    """Hands out parameters, in turn."""
+class _InTurn(BaseSampler):
+    """Hands out the given parameters in turn."""
 
-    def __init__(self, given: Sequence[Mapping[str, float]]) -> None:
-        self.given = given
+    def __init__(self, params: Sequence[Mapping[str, float]]) -> None:
+        self.params = params
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return {}
@@ -125,4 +126,4 @@ class _Given(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        return self.given[trial.number % len(self.given)][param_name]
+        return self.params[trial.number % len(self.params)][param_name]

@@ -1,4 +1,4 @@
-"""A search from its beginning to its result: trials, finals, winner."""
+"""A search from its start to its result: trials, finals, winner."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lodo._checks import check_int
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.finals import FINALISTS, Finalist, Finals, finalists
 from lodo.lab.tuning.search import Search
-from lodo.lab.tuning.study import finished_trials, tune
+from lodo.lab.tuning.study import finished_trials, run_study
 
-Show = Callable[[int, int, str], None]  # trials that have ended, trials in all, where it stands in words
+OnProgress = Callable[[int, int, str], None]  # is called with the numbers of finished and of all trials, and a text
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a search.
+    """The result of a search.
 
     Args:
-        search: which one.
+        search: the search.
         study: its study.
         finals: its finals, if there were any.
-        last: their study.
+        last: the study of the finals.
     """
 
     search: Search
@@ -47,53 +47,61 @@ class Outcome:
 
     @property
     def params(self) -> Mapping[str, float]:
-        """The winner's, as a study has them."""
+        """The parameters of the winner, as they stand in the study."""
         if not self.rows:
             raise ValueError("no trial of the search has ended with a finite loss; start it from smaller rates")
         return self.rows[0][0].params
 
 
-def conduct(
-    search: Search, storage: str, out: Path, *, confirm: int, show: Show = lambda done, of, state: None, **options: Any
+def run_search(
+    search: Search,
+    storage: str,
+    out: Path,
+    *,
+    confirm: int,
+    on_progress: OnProgress = lambda done, total, text: None,
+    **options: Any,
 ) -> Outcome:
-    """Go on with a search until its result is known.
+    """Start or continue a search, and return when its result is known.
 
     Args:
-        search: what to do.
-        storage: address of the studies' database.
+        search: the search.
+        storage: address of the database that has the studies.
         out: the folder for runs.
-        confirm: seeds of the finals; 0 has none.
-        show: is told about progress.
-        options: as for `lodo.lab.tuning.study.tune`.
+        confirm: number of seeds of the finals; 0 for no finals.
+        on_progress: called whenever a trial has finished.
+        options: as for `lodo.lab.tuning.study.run_study`.
     """
     check_int("confirm", confirm, low=0)
     expected = search.number + confirm * FINALISTS
     try:
-        study = tune(search, storage, out, report=partial(_show_search, search, expected, show), **options)
+        study = run_study(
+            search, storage, out, on_progress=partial(_report_search, search, expected, on_progress), **options
+        )
         candidates = finalists(search, study)
         if not confirm or len(candidates) < 2:
             return Outcome(search, study)
         finals = Finals(search, candidates, confirm)
-        last = tune(finals, storage, out, report=partial(_show_finals, finals, show), **options)
-    except OptunaError as error:  # of the storage
+        last = run_study(finals, storage, out, on_progress=partial(_report_finals, finals, on_progress), **options)
+    except OptunaError as error:
         raise OSError(f"storage failed: {error}") from error
     return Outcome(search, study, finals, last)
 
 
-def _show_search(search: Search, expected: int, show: Show, study: optuna.Study) -> None:
+def _report_search(search: Search, expected: int, on_progress: OnProgress, study: optuna.Study) -> None:
     trials = finished_trials(search, study)
     generation = search.generation(len(trials))
     values = [t.value for t in trials if t.value is not None and search.generation(t.number) == generation]
-    words = f"lowest loss {min(values):.4g}" if values else ""
-    if isinstance(search.made_sampler, EvolutionSampler):
-        steps = (
-            f"generation {generation + 1} of {len(search.schedule.noise)}, {search.schedule.steps[generation]:,} steps"
-        )
-        words = f"{steps}, {words}" if words else steps
-    show(len(trials), expected, words)
+    words = []
+    if isinstance(search.optuna_sampler, EvolutionSampler):
+        words.append(f"generation {generation + 1} of {len(search.schedule.noise)}")
+        words.append(f"{search.schedule.steps[generation]:,} steps")
+    if values:
+        words.append(f"lowest loss {min(values):.4g}")
+    on_progress(len(trials), expected, ", ".join(words))
 
 
-def _show_finals(finals: Finals, show: Show, study: optuna.Study) -> None:
+def _report_finals(finals: Finals, on_progress: OnProgress, study: optuna.Study) -> None:
     before, done = finals.search.number, len(finished_trials(finals, study))
     words = f"finals: {len(finals.finalists)} candidates on {finals.seeds} seeds"
-    show(before + done, before + finals.number, words)
+    on_progress(before + done, before + finals.number, words)

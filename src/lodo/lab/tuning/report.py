@@ -124,13 +124,17 @@ def toml(search: Search, tuned: Mapping[str, float]) -> str:
     options: dict[str, Any] = {**search.choice.options, **tuned}
     inside = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
     name = search.choice.optimizer
-    key = json.dumps(name) if "." in name else name
-    return f"# study {search.name}\n[{search.task}]\n{key} = {{ {inside} }}\n"
+    return f"# study {search.name}\n[{_key(search.task)}]\n{_key(name)} = {{ {inside} }}\n"
+
+
+def _key(name: str) -> str:
+    """A name as a key of TOML, in quotes if it has dots or colons."""
+    return name if name.replace("_", "").isalnum() else json.dumps(name)
 
 
 def _generations(search: Search, study: optuna.Study) -> list[dict[str, Any]]:
     """For each generation of the paper's sampler: its mean, noise and steps, and the trials in its better half."""
-    sampler = search.made_sampler
+    sampler = search.optuna_sampler
     if not isinstance(sampler, EvolutionSampler):
         return []
     return [
@@ -154,7 +158,7 @@ def trials_figure(outcome: Outcome) -> Figure:
     positive = bool(losses) and min(losses) > 0
     # a few losses explode, but are finite
     shown = (min(losses) / 1.5, 1.5 * float(np.percentile(losses, 90))) if positive else None
-    x = Axis("generation" if isinstance(search.made_sampler, EvolutionSampler) else "trial", whole=True)
+    x = Axis("generation" if isinstance(search.optuna_sampler, EvolutionSampler) else "trial", whole=True)
     groups = _groups(search, study)
     loss = Plot(
         "loss",
@@ -172,7 +176,7 @@ def trials_figure(outcome: Outcome) -> Figure:
 
 def _space_plot(outcome: Outcome, space: Space, groups: Mapping[str, Sequence[FrozenTrial]], x: Axis) -> Plot:
     """One hyperparameter of every trial."""
-    search, study, sampler = outcome.search, outcome.study, outcome.search.made_sampler
+    search, study, sampler = outcome.search, outcome.study, outcome.search.optuna_sampler
     lines = [
         _points(search, label, members, lambda trial: trial.params[space.parameter])
         for label, members in groups.items()
@@ -211,7 +215,7 @@ def _paper_level(search: Search, space: Space) -> dict[str, float]:
 
 def _groups(search: Search, study: optuna.Study) -> dict[str, list[FrozenTrial]]:
     """Trials by how they ended: diverged, in the better half of their generation or the best of all, others."""
-    trials, sampler = finished_trials(search, study), search.made_sampler
+    trials, sampler = finished_trials(search, study), search.optuna_sampler
     if isinstance(sampler, EvolutionSampler):
         generations = range(len(search.schedule.noise))
         best = {trial.number for g in generations for trial in sampler.get_parent_population(study, g + 1)}
@@ -243,7 +247,7 @@ def _points(search: Search, label: str, members: Sequence[FrozenTrial], value: C
 
 def _place(search: Search, number: int) -> float:
     """Where a trial is on the x axis."""
-    if not isinstance(search.made_sampler, EvolutionSampler):
+    if not isinstance(search.optuna_sampler, EvolutionSampler):
         return float(number)
     scatter = np.random.default_rng(number).uniform(-0.3, 0.3)
     return search.generation(number) + float(scatter)

@@ -1,4 +1,4 @@
-"""A search: which runs its trials are, and what comes out of it."""
+"""A search: the runs of its trials, and its result."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from optuna.trial import FrozenTrial
 from lodo._checks import check_choice, check_int
 from lodo.lab import data
 from lodo.lab.optimizers import Choice, hyperparameters, parse
-from lodo.lab.run import Run
-from lodo.lab.tasks import TASKS
+from lodo.lab.plugins import source_digests
+from lodo.lab.run import Run, file_name
+from lodo.lab.tasks import find_task
 from lodo.lab.tuning import PAPER, SAMPLERS
 from lodo.lab.tuning.evolution import EvolutionSampler
-from lodo.lab.tuning.space import Schedule, Space, parse_spaces, spaces
-from lodo.lab.tuning.space import schedule as made_schedule
+from lodo.lab.tuning.space import Schedule, Space, find_schedule, find_spaces, parse_spaces
 
-_FIRST_SEED = 1000  # of the runs, so that tuned values are tried on seeds that they were not tuned on
+_FIRST_SEED = 1000  # of the runs, so that experiments use other seeds than those that values were tuned on
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,19 @@ class Search:
     """What determines a search.
 
     Args:
-        task: its name, as in `lodo.lab.tasks.TASKS`.
-        choice: the optimizer, with the options that stay as they are.
-        spaces: what is tuned.
-        schedule: the generations of the paper's algorithm. Other samplers train every trial as long as its last
-            generation, and have as many trials as take as long as all of its generations.
+        task: the name of the task, as `lodo.lab.tasks.find_task` takes it.
+        choice: the optimizer, with the options that stay fixed.
+        spaces: the hyperparameters to tune.
+        schedule: the generations of the paper's algorithm. Other samplers train every trial for as many steps as the
+            last generation, and have as many trials as take as long as all generations together.
         sampler: ``"paper"``, or a name of `SAMPLERS`.
-        task_options: what differs from the task's defaults.
-        seed: draws the trials and, with a trial's number, its run.
-        trials: how many there are, for other samplers than the paper's.
+        task_options: options of the task that differ from its defaults.
+        seed: the seed of the trials and, together with a trial's number, of its run.
+        trials: number of trials, for samplers other than the paper's.
 
     Example:
-        >>> from lodo.lab.tuning.space import schedule, spaces
-        >>> search = Search("bowl", Choice("lodo"), spaces("lodo"), schedule("paper", "bowl"))
-        >>> search.number, search.run(35, {"lr": 0.5, "meta_lr": 1e-3, "1 - beta": 0.25}).options["beta"]
+        >>> search = Search("bowl", Choice("lodo"), find_spaces("lodo"), find_schedule("paper", "bowl"))
+        >>> search.number, search.make_run(35, {"lr": 0.5, "meta_lr": 1e-3, "1 - beta": 0.25}).options["beta"]
         (320, 0.75)
     """
 
@@ -75,50 +74,54 @@ class Search:
 
     @cached_property
     def name(self) -> str:
-        """What its study is called: readable, and different for different searches."""
+        """The name of its study: readable, and different for different searches."""
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.task}-{self.choice.optimizer}-{self.sampler}-{digest}"
+        return f"{file_name(self.task)}-{file_name(self.choice.optimizer)}-{self.sampler}-{digest}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What determines it, for its study."""
-        return {**asdict(self), "base": self._base}
+        """All that determines the search, to be stored in its study."""
+        settings = {**asdict(self), "base": self._fixed}
+        sources = source_digests(self.task, self.choice.optimizer)
+        return {**settings, "sources": sources} if sources else settings
 
     @property
     def number(self) -> int:
-        """Of trials."""
+        """Number of trials."""
         if self.sampler == PAPER:
             return self.schedule.trials
         work = self.schedule.population * sum(self.schedule.steps)
         return self.trials or max(1, round(work / self.schedule.steps[-1]))
 
     @cached_property
-    def made_sampler(self) -> BaseSampler:
-        """Optuna's side of it."""
+    def optuna_sampler(self) -> BaseSampler:
+        """The sampler as an object of Optuna."""
         if self.sampler == PAPER:
             return EvolutionSampler(self.spaces, self.schedule, self.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            made: BaseSampler = getattr(optuna.samplers, SAMPLERS[self.sampler])(seed=self.seed)
-        return made
+            sampler: BaseSampler = getattr(optuna.samplers, SAMPLERS[self.sampler])(seed=self.seed)
+        return sampler
 
     def generation(self, number: int) -> int:
-        """Which generation a trial is in; all are in the last one without the paper's sampler, and beyond the end."""
+        """The generation of a trial. With other samplers than the paper's, every trial is in the last one."""
         last = len(self.schedule.noise) - 1
         return min(number // self.schedule.population, last) if self.sampler == PAPER else last
 
     def may_begin(self, number: int, study: optuna.Study) -> bool:
-        """Whether what a trial depends on is known."""
-        sampler, generation = self.made_sampler, self.generation(number)
-        return not isinstance(sampler, EvolutionSampler) or generation == 0 or sampler.finished(study, generation - 1)
+        """Whether the trial can begin: with the paper's sampler, when the generation before has finished."""
+        generation = self.generation(number)
+        if generation == 0 or not isinstance(self.optuna_sampler, EvolutionSampler):
+            return True
+        return self.optuna_sampler.finished(study, generation - 1)
 
     @property
     def start(self) -> Run:
-        """The run of the values that the paper's sampler starts from."""
-        return self.run(0, {s.parameter: s.start if s.kind == "rate" else 1 - s.start for s in self.spaces})
+        """The run with the values that the paper's sampler starts from."""
+        return self.make_run(0, {s.parameter: s.start if s.kind == "rate" else 1 - s.start for s in self.spaces})
 
     def suggest(self, trial: optuna.Trial) -> dict[str, float]:
-        """A trial's parameters."""
+        """The parameters of a trial."""
         bounded = self.sampler != PAPER
         for space in self.spaces:
             allowed = space.distribution(bounded)
@@ -128,47 +131,47 @@ class Search:
                 trial.suggest_float(space.parameter, allowed.low, allowed.high, log=True)
         return trial.params
 
-    def run(self, number: int, params: Mapping[str, float]) -> Run:
-        """What a trial does."""
+    def make_run(self, number: int, params: Mapping[str, float]) -> Run:
+        """The run of a trial."""
         return Run(
             task=self.task,
             optimizer=self.choice.optimizer,
             seed=_FIRST_SEED * (self.seed + 1) + number,
             evaluations=self.schedule.steps[self.generation(number)],
             task_options=self.task_options,
-            options={**self._base, **{space.name: space.value(params[space.parameter]) for space in self.spaces}},
+            options={**self._fixed, **{space.name: space.value(params[space.parameter]) for space in self.spaces}},
         )
 
     @property
-    def _base(self) -> dict[str, Any]:
-        """What stays as it is."""
+    def _fixed(self) -> dict[str, Any]:
+        """The hyperparameters that are not tuned."""
         tuned = {space.name for space in self.spaces}
         settings = hyperparameters(self.task, self.choice)
         return {name: value for name, value in settings.items() if name not in tuned}
 
     def best(self, study: optuna.Study) -> list[FrozenTrial]:
-        """The trials as long as the last ones, best first, without those that diverged."""
+        """The trials that are as long as the last ones and did not diverge, best first."""
         last = self.generation(self.number)
         done = [trial for trial in study.get_trials(deepcopy=False)[: self.number] if trial.value is not None]
         return sorted((t for t in done if self.generation(t.number) == last), key=lambda trial: trial.value or 0.0)
 
     def mean(self, study: optuna.Study) -> dict[str, float] | None:
-        """The paper's result: the mean of the last generation's better half. Other samplers have none."""
-        sampler = self.made_sampler
+        """The paper's result, the mean of the last generation's better half; None with other samplers."""
+        sampler = self.optuna_sampler
         if not isinstance(sampler, EvolutionSampler):
             return None
         places = sampler.mean(study, len(self.schedule.noise))
         return {space.parameter: space.nearest(math.exp(places[space.parameter])) for space in self.spaces}
 
     def tuned(self, params: Mapping[str, float]) -> dict[str, float]:
-        """The hyperparameters of a study's parameters, with what the schedule does to rates in the end."""
+        """The hyperparameters for a study's parameters, with the learning rate times the schedule's factor."""
         values = {space.name: space.value(params[space.parameter]) for space in self.spaces}
         if "lr" in values:
             values["lr"] *= self.schedule.rate_factor
         return values
 
 
-def plan(
+def plan_search(
     task: str,
     optimizer: str,
     *,
@@ -179,12 +182,12 @@ def plan(
     seed: int = 0,
     task_options: Mapping[str, Any] | None = None,
 ) -> Search:
-    """A search as written on the command line.
+    """A search from the texts of the command line.
 
-    Options that are given with the optimizer stay fixed, also where its own space would vary them. The data of a task
-    that has some must be there, and what they are becomes part of the search.
+    Options that are given with the optimizer stay fixed, even if its default space would vary them. If the task needs
+    a data set, it is loaded, and its digest becomes part of the search.
 
-    >>> [space.name for space in plan("bowl", "lodo(beta=0.5)").spaces]
+    >>> [space.name for space in plan_search("bowl", "lodo(beta=0.5)").spaces]
     ['lr', 'meta_lr']
     """
     choices = parse(optimizer)
@@ -192,11 +195,11 @@ def plan(
         raise ValueError(f"optimizer must be one, got {optimizer!r}")
     (choice,) = choices
     if space is None:
-        tuned = tuple(each for each in spaces(choice.optimizer) if each.name not in choice.options)
+        tuned = tuple(each for each in find_spaces(choice.optimizer) if each.name not in choice.options)
     else:
         tuned = parse_spaces(space)
     options = dict(task_options or {})
-    dataset = TASKS[task].dataset
+    dataset = find_task(task).dataset
     if dataset is not None:
         options["digest"] = data.load(dataset).digest
-    return Search(task, choice, tuned, made_schedule(schedule, task), sampler, options, seed, trials)
+    return Search(task, choice, tuned, find_schedule(schedule, task), sampler, options, seed, trials)

@@ -1,38 +1,37 @@
-"""What is searched: hyperparameters on a logarithmic scale, and the paper's schedules."""
+"""The hyperparameters that a search varies, on a logarithmic scale, and the paper's schedules."""
 
 from __future__ import annotations
 
-import functools
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from optuna.distributions import FloatDistribution, IntDistribution
 
 from lodo._checks import check_choice, check_int, check_real
+from lodo.lab.plugins import is_plugin
+from lodo.lab.settings import read_settings
 from lodo.spelling import parse_calls
 
 KINDS = ("rate", "decay")
-_UNBOUNDED = 1e-30, 1e30  # of a search that has no bounds; Optuna wants some
-_SPAN = 1e3  # how far from the start other samplers look for a rate
-_DECAYS = 1e-5, 1.0  # where they look for 1 - decay
+_UNBOUNDED = 1e-30, 1e30  # bounds for Optuna, which requires some, where a search has none
+_SPAN = 1e3  # other samplers look for a rate from start / _SPAN to start * _SPAN
+_DECAYS = 1e-5, 1.0  # the range in which they look for 1 - decay
 
 
 @dataclass(frozen=True)
 class Space:
-    """A hyperparameter and where to look for it.
+    """A hyperparameter x and where to look for it.
 
-    A study has p = x of a rate and p = 1 - x of a decay, both on a logarithmic scale.
+    The parameter of the study is p = x for a rate and p = 1 - x for a decay, on a logarithmic scale.
 
     Args:
         name: the optimizer's option.
         kind: ``"rate"`` for positive numbers, varied in ln x, or ``"decay"`` for numbers in [0, 1), in ln(1 - x).
         start: where the paper's search starts. An integer makes all values integers.
-        low: the least value; None for no bound.
-        high: the largest value; None for no bound.
+        low: the smallest value allowed; None for no bound.
+        high: the largest value allowed; None for no bound.
 
     Example:
         >>> beta = Space("beta", "decay", 0.9)
@@ -71,7 +70,7 @@ class Space:
 
     @property
     def parameter(self) -> str:
-        """What a study calls it."""
+        """The name of the study's parameter."""
         return self.name if self.kind == "rate" else f"1 - {self.name}"
 
     @property
@@ -84,7 +83,7 @@ class Space:
         return p if self.kind == "rate" else 1 - p
 
     def distribution(self, bounded: bool) -> FloatDistribution | IntDistribution:
-        """For Optuna; ``bounded`` for samplers that look everywhere between the bounds."""
+        """The range for Optuna; ``bounded`` is for samplers that look everywhere between the bounds."""
         if self.kind == "decay":
             least, most = _DECAYS if bounded else (_UNBOUNDED[0], 1.0)
             low = least if self.high is None else 1 - self.high
@@ -104,13 +103,13 @@ class Space:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the generations of a search go, one entry each.
+    """The generations of a search, with one entry of ``noise`` and ``steps`` for each.
 
     Args:
-        population: individuals in a generation.
+        population: number of individuals in a generation.
         noise: standard deviations of individuals around their generation's mean, in natural logarithms.
-        steps: how long an individual is trained, in evaluations of the loss.
-        rate_factor: multiplies the tuned rate ``lr`` in the end.
+        steps: number of evaluations of the loss that an individual is trained for.
+        rate_factor: factor by which the tuned learning rate ``lr`` is multiplied in the end.
     """
 
     population: int
@@ -131,44 +130,41 @@ class Schedule:
 
     @property
     def trials(self) -> int:
-        """Individuals of all generations."""
+        """Number of individuals in all generations."""
         return self.population * len(self.noise)
 
 
-@functools.cache
-def _data(name: str) -> dict[str, Any]:
-    return tomllib.loads(resources.files("lodo.lab.settings").joinpath(name).read_text(encoding="utf-8"))
+def find_schedule(name: str, task: str) -> Schedule:
+    """The schedule of a task in settings/schedules.toml; your own tasks share one.
 
-
-def schedule(name: str, task: str) -> Schedule:
-    """A schedule that is part of the package.
-
-    >>> schedule("paper", "cifar10").steps[-3:]
+    >>> find_schedule("paper", "cifar10").steps[-3:]
     (200, 300, 500)
     """
-    every = _data("schedules.toml")
-    check_choice("schedule", name, tuple(every))
-    check_choice("task", task, tuple(every[name]))
-    found = every[name][task]
+    schedules = read_settings("schedules")
+    check_choice("schedule", name, schedules)
+    key = "module:Name" if is_plugin(task) else task
+    check_choice("task", key, schedules[name])
+    found = schedules[name][key]
     return Schedule(**{**found, "noise": tuple(found["noise"]), "steps": tuple(found["steps"])})
 
 
-def spaces(optimizer: str) -> tuple[Space, ...]:
-    """What is tuned of an optimizer of the paper.
+def find_spaces(optimizer: str) -> tuple[Space, ...]:
+    """The hyperparameters of an optimizer that are tuned by default, from settings/spaces.toml.
 
-    >>> [space.name for space in spaces("lodo")]
+    >>> [space.name for space in find_spaces("lodo")]
     ['lr', 'meta_lr', 'beta']
     """
-    every = _data("spaces.toml")
-    if optimizer not in every:
+    spaces = read_settings("spaces")
+    if optimizer not in spaces:
         raise ValueError(
             f"space must be given for {optimizer}, such as 'rate(lr=0.001), decay(beta=0.9)': only "
-            f"{', '.join(every)} have one of their own"
+            f"{', '.join(spaces)} have a default"
         )
-    return tuple(_spaces(every[optimizer]))
+    return tuple(_make_spaces(spaces[optimizer]))
 
 
-def _spaces(kinds: Mapping[str, Mapping[str, Any]]) -> Sequence[Space]:
+def _make_spaces(kinds: Mapping[str, Mapping[str, Any]]) -> Sequence[Space]:
+    """One space for each option of each kind; a value is the start, or start, low and high."""
     return [
         Space(name, kind, *(value if isinstance(value, tuple | list) else (value,)))
         for kind, options in kinds.items()
@@ -177,7 +173,7 @@ def _spaces(kinds: Mapping[str, Mapping[str, Any]]) -> Sequence[Space]:
 
 
 def parse_spaces(text: str) -> tuple[Space, ...]:
-    """Spaces as written on the command line.
+    """Spaces from the text of the command line.
 
     >>> parse_spaces("rate(lr=0.001, depth=(16, 4, 64)), decay(beta=0.9)")[1]
     Space(name='depth', kind='rate', start=16, low=4, high=64)
@@ -186,12 +182,13 @@ def parse_spaces(text: str) -> tuple[Space, ...]:
         calls = parse_calls(text)
         for kind, _ in calls:
             check_choice("space", kind, KINDS)
-        found = [space for kind, options in calls for space in _spaces({kind: options})]
+        found = [space for kind, options in calls for space in _make_spaces({kind: options})]
         if not found:
             raise ValueError("no hyperparameter is named")
-        twice = {space.name for space in found if sum(other.name == space.name for other in found) > 1}
-        if twice:
-            raise ValueError(f"{', '.join(sorted(twice))} must be given once")
+        names = [space.name for space in found]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"{', '.join(repeated)} must be given once")
     except (SyntaxError, TypeError, ValueError) as error:
         raise ValueError(
             "space must have starts, or (start, low, high), such as 'rate(lr=0.001, eps=(1e-8, 1e-12, 1e-3)), "

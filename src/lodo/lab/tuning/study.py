@@ -1,8 +1,8 @@
-"""From a search to a finished study: trials from Optuna, runs by the crew, losses back into the study.
+"""From a search to a finished study: Optuna gives trials, the executor does their runs, the study gets their losses.
 
-The study's storage and the folder of runs are the only memory. A trial belongs to the process that it names as its
-owner; when that is gone, the next process takes it over, and its run goes on from its checkpoint. A loss is told once,
-whoever tells it.
+The study's storage and the folder of runs are the only memory. A trial names the process that owns it. When that
+process is gone, another takes the trial over, and the run continues from its checkpoint. The study accepts only the
+first loss that it is told for a trial.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import make_url
 
-from lodo.lab.executor import crew, loaded
+from lodo.lab.executor import load_finished, open_executor
 from lodo.lab.experiments.base import tail
 from lodo.lab.run import Curve, Run
 from lodo.lab.tuning.finals import Finals
 from lodo.lab.tuning.search import Search
 
-_OWNER = "owner"  # the attribute of a trial that says whose it is
-_SIGN_OF_LIFE = 15.0  # seconds between an owner's
-_SILENCE = 90.0  # seconds after which the trials of an owner on another machine are taken over
-_PAUSE = 0.5  # seconds between looks at what other processes have done
+_OWNER = "owner"  # the attribute of a trial that names the process that owns it
+_HEARTBEAT = 15.0  # seconds between two signs of life of an owner
+_SILENCE = 90.0  # seconds after which the trials of a silent owner on another machine are taken over
+_PAUSE = 0.5  # seconds between looks at the progress of other processes
 
 
 def open_study(search: Search | Finals, storage: str) -> optuna.Study:
-    """The study of a search, a new one if there is none."""
+    """The study of a search; a new one if there is none yet."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     prefix = "sqlite:///"
     if storage.startswith(prefix):
         Path(storage.removeprefix(prefix)).parent.mkdir(parents=True, exist_ok=True)
     try:
         study = optuna.create_study(
-            storage=storage, sampler=search.made_sampler, study_name=search.name, load_if_exists=True
+            storage=storage, sampler=search.optuna_sampler, study_name=search.name, load_if_exists=True
         )
     except (ImportError, OptunaError, sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
         raise ValueError(
@@ -58,7 +58,7 @@ def open_study(search: Search | Finals, storage: str) -> optuna.Study:
 
 
 def without_password(storage: str) -> str:
-    """The address of a database as it may be shown.
+    """The address of a database without its password, for display.
 
     >>> without_password("postgresql://ada:secret@host/studies")
     'postgresql://ada:***@host/studies'
@@ -70,58 +70,58 @@ def without_password(storage: str) -> str:
     return storage if address.password is None else address.render_as_string(hide_password=True)
 
 
-def tune(
+def run_study(
     search: Search | Finals,
     storage: str,
     out: Path,
     *,
     workers: int | None = None,
     scheduler: str | None = None,
-    report: Callable[[optuna.Study], None] = lambda study: None,
+    on_progress: Callable[[optuna.Study], None] = lambda study: None,
     checkpoint_every: float = 10.0,
 ) -> optuna.Study:
-    """Go on with a search until it is finished.
+    """Start or continue the study of a search or of its finals, and return when all trials have finished.
 
     Args:
-        search: what to do.
-        storage: address of the study's database; several processes may work on the same.
-        out: its subfolder ``runs`` has the runs, as those of experiments; machines that share a study may have folders
-            of their own.
-        workers: local processes, as many as cores if None; 0 works in this process.
-        scheduler: the address of a running Dask scheduler, used instead of local processes.
-        report: is shown the study whenever a trial has finished.
+        search: the search, or its finals.
+        storage: address of the study's database. Several processes may work on the same study.
+        out: a folder; runs are stored in its subfolder ``runs``, like those of experiments. Machines that share a study
+            may each have their own folder.
+        workers: number of local processes, one for each core if None; 0 works in this process.
+        scheduler: the address of a running Dask scheduler, to use its workers instead of local processes.
+        on_progress: called with the study whenever a trial has finished.
         checkpoint_every: seconds between a run's checkpoints.
     """
     study = open_study(search, storage)
     folder = out / "runs"
     search.start.check()
-    report(study)
-    if _left(search, study) == 0:
+    on_progress(study)
+    if _trials_left(search, study) == 0:
         return study
     with (
-        crew(folder, workers=workers, scheduler=scheduler, checkpoint_every=checkpoint_every) as hired,
+        open_executor(folder, workers=workers, scheduler=scheduler, checkpoint_every=checkpoint_every) as executor,
         _claims(search, study) as claims,
     ):
-        mine: dict[Run, int] = {}
+        trial_numbers: dict[Run, int] = {}
         while True:
-            while hired.busy < hired.hands + 1 and (trial := claims.next()) is not None:
-                run = search.run(trial.number, search.suggest(trial))
-                mine[run] = trial.number
-                hired.take([run])
-            if hired.busy:
-                run = hired.wait()
-                number = mine.pop(run)
+            while executor.pending <= executor.slots and (trial := claims.next()) is not None:
+                run = search.make_run(trial.number, search.suggest(trial))
+                trial_numbers[run] = trial.number
+                executor.submit([run])
+            if executor.pending:
+                run = executor.wait()
+                number = trial_numbers.pop(run)
                 claims.release(number)
-                _tell(study, number, loaded(run, folder))
-            elif _left(search, study) == 0:
+                _tell(study, number, load_finished(run, folder))
+            elif _trials_left(search, study) == 0:
                 return study
             else:
-                time.sleep(_PAUSE)  # the rest is done by other processes
-            report(study)
+                time.sleep(_PAUSE)  # other processes are doing the remaining trials
+            on_progress(study)
 
 
-def _left(search: Search | Finals, study: optuna.Study) -> int:
-    """Trials that have not ended."""
+def _trials_left(search: Search | Finals, study: optuna.Study) -> int:
+    """Number of trials that have not ended."""
     return search.number - len(finished_trials(search, study))
 
 
@@ -132,10 +132,10 @@ def finished_trials(search: Search | Finals, study: optuna.Study) -> list[Frozen
 
 
 def _tell(study: optuna.Study, number: int, curve: Curve) -> None:
-    """A run's loss over its last tenth; one that is not finite drops out."""
+    """Tell the study the loss over the last tenth of a run; a trial without a finite loss is pruned."""
     loss = math.nan if curve.diverged else tail(curve)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a trial that another process has told about meanwhile
+        warnings.simplefilter("ignore")  # Optuna warns if another process has told the trial's loss in the meantime
         if math.isfinite(loss):
             study.tell(number, loss, skip_if_finished=True)
         else:
@@ -143,7 +143,7 @@ def _tell(study: optuna.Study, number: int, curve: Curve) -> None:
 
 
 class _Claims:
-    """Trials for this process: abandoned ones first, then new ones, as far as they can begin."""
+    """The trials of this process: abandoned ones first, then new ones, once they can begin."""
 
     def __init__(self, search: Search | Finals, study: optuna.Study) -> None:
         self.search, self.study = search, study
@@ -153,7 +153,7 @@ class _Claims:
         self.lock = threading.Lock()
 
     def next(self) -> Trial | None:
-        """The next trial to do, or None if there is none now."""
+        """The next trial to do, or None if there is none at the moment."""
         for trial in self.early:
             if self.search.may_begin(trial.number, self.study):
                 self.early.remove(trial)
@@ -181,12 +181,12 @@ class _Claims:
         return trial
 
     def release(self, number: int) -> None:
-        """A trial has ended."""
+        """Give up the claim on a trial that has ended."""
         with self.lock:
             self.held.pop(number, None)
 
-    def show_life(self) -> None:
-        """Tell other machines that this process is alive; one sign may get lost."""
+    def renew(self) -> None:
+        """Tell other machines that this process is alive; a lost message does no harm."""
         with self.lock:
             for trial in self.held.values():
                 with suppress(OptunaError):  # another process has finished it, or the database is busy
@@ -195,14 +195,14 @@ class _Claims:
 
 @contextmanager
 def _claims(search: Search | Finals, study: optuna.Study) -> Iterator[_Claims]:
-    """Claims with a thread that shows that they are alive."""
+    """Claims, with a thread that renews them."""
     claims, over = _Claims(search, study), threading.Event()
 
-    def live() -> None:
-        while not over.wait(_SIGN_OF_LIFE):
-            claims.show_life()
+    def renew_until_over() -> None:
+        while not over.wait(_HEARTBEAT):
+            claims.renew()
 
-    thread = threading.Thread(target=live, daemon=True, name="lodo-signs-of-life")
+    thread = threading.Thread(target=renew_until_over, daemon=True, name="lodo-heartbeat")
     thread.start()
     try:
         yield claims
@@ -212,11 +212,11 @@ def _claims(search: Search | Finals, study: optuna.Study) -> Iterator[_Claims]:
 
 
 def _abandoned(trial: FrozenTrial) -> bool:
-    """Whether a running trial's owner is gone: dead on this machine, or silent on another."""
+    """Whether the owner of a running trial is gone: dead on this machine, or silent on another."""
     owner: dict[str, Any] | None = trial.user_attrs.get(_OWNER)
-    if owner is None:  # its owner died, or is about to say who it is
+    if owner is None:  # its owner died, or has not written its name yet
         started = trial.datetime_start
-        return started is None or time.time() - started.timestamp() > _SIGN_OF_LIFE
+        return started is None or time.time() - started.timestamp() > _HEARTBEAT
     if owner["host"] != socket.gethostname():
         return time.time() - float(owner["seen"]) > _SILENCE
     try:

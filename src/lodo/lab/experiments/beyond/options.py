@@ -13,16 +13,16 @@ from lodo import LODO
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, tail
 from lodo.lab.experiments.paper.bowl import tracking_plot
 from lodo.lab.optimizers import Choice, paper_hyperparameters
-from lodo.lab.optimizers.rivals import rivals
+from lodo.lab.optimizers.bowl_rivals import bowl_rivals
 from lodo.lab.run import Curve
 from lodo.lab.show.curves import Groups
 from lodo.lab.show.plots import Axis, Figure, Line, Plot
 from lodo.lab.show.tables import Row, measure
-from lodo.lab.tasks import newton_loss
+from lodo.lab.tasks.bowl import newton_loss
 
 _DEFAULTS: dict[str, Any] = {name: signature(LODO).parameters[name].default for name in ("lr", "beta", "meta_lr")}
 _TUNED: dict[str, Any] = paper_hyperparameters("bowl", "lodo")
-_BEST: dict[str, Any] = dict(rivals()["lodo_schedule_free"].choice.settings or {})
+_BEST: dict[str, Any] = dict(bowl_rivals()["lodo_schedule_free"].choice.settings or {})
 _FREE: dict[str, Any] = {name: _BEST[name] for name in ("meta_optimizer", "meta_lr")}
 _FREE_TUNED: dict[str, Any] = {**_TUNED, **_FREE, "beta": 0.1}
 _SHUFFLE = "mixing(mixing='shuffle')"

@@ -19,13 +19,13 @@ from lodo.lab.experiments.paper.bowl import (
     tracking_error,
     tracking_plot,
 )
-from lodo.lab.optimizers import BASELINES, COSTS, QUADRATIC, Choice
-from lodo.lab.optimizers.rivals import Known, rivals
+from lodo.lab.optimizers import COSTS, OPTIMIZERS, QUADRATIC, Choice
+from lodo.lab.optimizers.bowl_rivals import Known, bowl_rivals
 from lodo.lab.run import Curve
 from lodo.lab.show.plots import Axis, Figure, Line, Plot
 from lodo.lab.show.styles import Style
 from lodo.lab.show.tables import Row, measure
-from lodo.lab.tasks import newton_loss
+from lodo.lab.tasks.bowl import newton_loss
 
 _ADAM, _LODO = "Adam", Cell("LODO")  # times are compared with Adam's; LODO is in every panel
 _PANEL = 9  # curves that one panel can hold
@@ -67,14 +67,14 @@ def _short(steps: int) -> str:
 class RivalsExperiment(Experiment):
     """Every row of rivals.toml."""
 
-    optimizers = ", ".join(rivals())
+    optimizers = ", ".join(bowl_rivals())
     tracks = False
     row = RivalRow
 
     @property
     def named(self) -> Mapping[str, Choice]:
         """The rows of rivals.toml."""
-        return {name: rival.choice for name, rival in rivals().items()}
+        return {name: rival.choice for name, rival in bowl_rivals().items()}
 
     def plan(self, request: Request) -> Plan:
         check_noise(request)
@@ -112,7 +112,7 @@ class RivalsExperiment(Experiment):
             "Times are medians over parts of all runs, of whole training steps, the bowl's own work included, on one "
             "thread, while the workers shared the machine. At n = 100 they tell what calls cost, not arithmetic.",
         ]
-        there = [rival for rival in rivals().values() if rival.note and Cell(rival.choice.label) in results]
+        there = [rival for rival in bowl_rivals().values() if rival.note and Cell(rival.choice.label) in results]
         of_rivals = [
             f"{'; '.join(rival.choice.label for rival in there if rival.note == text)}: {text}"
             for text in dict.fromkeys(rival.note for rival in there)
@@ -156,8 +156,8 @@ def _is_ours(label: str) -> bool:
 
 def _costs(request: Request) -> dict[str, str]:
     """The cost class of every choice, or nothing where it is not known."""
-    by_title = {rival.choice.label: rival.cost for rival in rivals().values()}
-    by_name = {name: known.cost for name, known in BASELINES.items()}
+    by_title = {rival.choice.label: rival.cost for rival in bowl_rivals().values()}
+    by_name = {name: known.cost for name, known in OPTIMIZERS.items()}
     return {
         choice.label: by_title.get(choice.title or choice.label, by_name.get(choice.optimizer, ""))
         for choice in request.choices
@@ -167,7 +167,7 @@ def _costs(request: Request) -> dict[str, str]:
 def _knowns() -> dict[str, Known]:
     """Known errors by label: those of rivals.toml, and the paper's."""
     paper = {label: Known(mean, 100_000) for label, (mean, _) in AT_100K.items() if mean is not None}
-    return paper | {rival.choice.label: rival.known for rival in rivals().values() if rival.known}
+    return paper | {rival.choice.label: rival.known for rival in bowl_rivals().values() if rival.known}
 
 
 def step_time(curves: Sequence[Curve], parts: int = 100) -> float:
@@ -215,7 +215,7 @@ def costs_plot(rows: Sequence[RivalRow], best: float) -> Plot:
 def _panels(results: Results, costs: Mapping[str, str], cost: str) -> list[tuple[str, list[Cell]]]:
     """The optimizers of a class; the paper's apart from the others if they are too many for one panel."""
     cells = [cell for cell in results if costs[cell.label] == cost]
-    paper = {known.label for known in BASELINES.values()}
+    paper = {known.label for known in OPTIMIZERS.values()}
     if len(cells) <= _PANEL:
         return [(heading(cost), cells)]
     return [

@@ -9,13 +9,13 @@ from functools import partial
 
 from lodo._checks import check_real
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, repeats, tail
-from lodo.lab.optimizers import BASELINES, QUADRATIC
+from lodo.lab.optimizers import OPTIMIZERS, QUADRATIC
 from lodo.lab.run import Curve
 from lodo.lab.show.curves import Groups, learning_curves, tracked_curves
 from lodo.lab.show.plots import Axis, Figure, Plot
 from lodo.lab.show.styles import styles
 from lodo.lab.show.tables import Paper, Row, measure
-from lodo.lab.tasks import newton_loss
+from lodo.lab.tasks.bowl import newton_loss
 
 LOSS = "loss over the last 10 %"
 FRESH = "loss over the last 10 %, fresh batches only"
@@ -87,7 +87,7 @@ class BowlExperiment(Experiment):
     def notes(self, request: Request, results: Results) -> list[str]:
         best = newton_loss(**request.task_options)
         costs: dict[str, list[str]] = {}
-        for known in BASELINES.values():
+        for known in OPTIMIZERS.values():
             if Cell(known.label) in results:
                 costs.setdefault(known.cost, []).append(known.label)
         listed = "; ".join(f"{cost}: {', '.join(names)}" for cost, names in costs.items())
@@ -162,7 +162,7 @@ def last(curve: Curve, column: str) -> float:
     return float(values[-1]) if len(values) else math.nan
 
 
-_DENSE = frozenset(known.label for known in BASELINES.values() if known.cost == QUADRATIC)
+_DENSE = frozenset(known.label for known in OPTIMIZERS.values() if known.cost == QUADRATIC)
 
 
 def compare_with_rivals(

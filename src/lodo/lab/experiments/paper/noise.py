@@ -11,7 +11,7 @@ from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, 
 from lodo.lab.experiments.paper.bowl import compare_with_rivals, last, tracking_error
 from lodo.lab.show.plots import Axis, Figure, Line, Plot
 from lodo.lab.show.tables import Paper, Row, measure
-from lodo.lab.tasks import newton_loss
+from lodo.lab.tasks.bowl import newton_loss
 
 VARIANCES = (0.01, 0.1, 1.0, 10.0, 100.0)
 PAPER: dict[str, tuple[float, ...]] = {

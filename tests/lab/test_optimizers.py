@@ -1,4 +1,4 @@
-"""The rivals against formulas written out here, their state, and the names they go by."""
+"""The optimizers against formulas written out here, their state, and their names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch.nn import Parameter
 
 from helpers import same
 from lodo import LODO, Diagonal, Mixing, Residual, Scalar
-from lodo.lab import optimizers as baselines
 from lodo.lab.data import using
 from lodo.lab.optimizers import (
-    BASELINES,
+    OPTIMIZERS,
     Choice,
     build,
     decays,
@@ -32,8 +31,12 @@ from lodo.lab.optimizers import (
 from lodo.lab.optimizers.base import VectorOptimizer
 from lodo.lab.optimizers.frozen import FrozenLODO
 from lodo.lab.optimizers.lbfgs import SCALINGS, StochasticLBFGS, two_loop
+from lodo.lab.optimizers.libraries import of_pytorch_optimizer
 from lodo.lab.optimizers.second_order import BFGS, LevenbergMarquardt, Newton
-from lodo.lab.tasks import Bowl, Rosenbrock, make_task
+from lodo.lab.settings import read_settings
+from lodo.lab.tasks import make_task
+from lodo.lab.tasks.bowl import Bowl
+from lodo.lab.tasks.rosenbrock import Rosenbrock
 
 F64 = torch.float64
 SHAPES = ((3,), (2, 5), (), (4, 1, 3), (7, 2))
@@ -550,7 +553,7 @@ def options_of(name):
     return {**paper_hyperparameters("bowl", name), **({"freeze_at": 5} if name == "lodo_frozen" else {})}
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_loss_is_handed_through(name):
     for task in (Bowl(0, n=6), Rosenbrock(0)):
         optimizer, losses = build(name, task, 0, options_of(name)), []
@@ -569,7 +572,7 @@ def test_the_loss_is_handed_through(name):
 
 
 @pytest.mark.parametrize("saved_at", [0, 3, 7])
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resuming_is_bit_for_bit(name, saved_at):
     """Through a file, into a fresh optimizer, with steps before and after LODO freezes."""
 
@@ -638,7 +641,7 @@ def test_an_ablation_is_what_its_name_says(name, label, family, beta, meta):
     assert type(optimizer) is LODO
     assert [type(each) for each in optimizer._families] == [family]
     assert (group["beta"], group["meta_optimizer"], group["momentum"]) == (beta, meta, "fixed")
-    assert BASELINES[name].label == label
+    assert OPTIMIZERS[name].label == label
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
@@ -676,7 +679,7 @@ def test_what_an_ablation_takes_away_cannot_be_given(name, options):
 
 
 def test_whose_rate_falls():
-    assert [name for name in (*BASELINES, "pytorch_optimizer.lars") if decays(name)] == ["lars"]
+    assert [name for name in (*OPTIMIZERS, "pytorch_optimizer.lars") if decays(name)] == ["lars"]
 
 
 # ---------------------------------------------------------------- names
@@ -708,23 +711,24 @@ def test_names(name, full):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("adm", "; did you mean adam?"),
-        ("Ldo", "; did you mean lodo?"),
-        ("torch.SDG", "; did you mean sgd?"),
+        ("adm", "; did you mean 'adam'?"),
+        ("Ldo", "; did you mean 'lodo'?"),
+        ("torch.SDG", "; did you mean 'sgd'?"),
         ("qqqqqq", ""),
-        ("torch.lodo", "; did you mean lodo?"),
-        ("keras.adam", "; did you mean adam?"),
+        ("torch.lodo", "; did you mean 'lodo'?"),
+        ("keras.adam", "; did you mean 'adam'?"),
         ("torch.Optimizer", None),
         ("torch.optim.lr_scheduler", None),
     ],
 )
 def test_unknown_names(name, hint):
     with pytest.raises(
-        ValueError, match=r"^optimizers must be among adam, .*, or an optimizer of torch.optim"
+        ValueError,
+        match=r"^optimizers must be among adam, .*, an optimizer of torch.optim, .*, or your own as module:Name",
     ) as error:
         resolve(name)
     message = str(error.value)
-    assert all(known in message for known in BASELINES)
+    assert all(known in message for known in OPTIMIZERS)
     assert message.endswith(f"got {name!r}{hint}") if hint is not None else f"got {name!r}" in message
 
 
@@ -754,8 +758,8 @@ def test_labels(choice, label):
     assert choice.label == label
 
 
-def test_labels_tell_the_baselines_apart():
-    assert len({baseline.label for baseline in BASELINES.values()}) == len(BASELINES)
+def test_labels_tell_the_optimizers_apart():
+    assert len({entry.label for entry in OPTIMIZERS.values()}) == len(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("text", ["", "adam lodo", "adam(lr=0.1", "adam,,lodo", "lodo(beta=)", "adam)"])
@@ -855,7 +859,7 @@ def test_the_papers_table():
                 expected[task].setdefault(optimizer, {})[name] = value
     for (task, optimizer), options in BESIDE_THE_TABLE.items():
         expected[task].setdefault(optimizer, {}).update(options)
-    assert baselines._paper() == expected
+    assert read_settings("paper") == expected
     for task, optimizers in expected.items():
         for optimizer, options in optimizers.items():
             assert paper_hyperparameters(task, optimizer) == options
@@ -868,7 +872,8 @@ def test_what_the_paper_does_not_give():
 
 
 @pytest.mark.parametrize(
-    ("task", "name"), [(task, name) for task in ("bowl", "rosenbrock", "mnist") for name in baselines._paper()[task]]
+    ("task", "name"),
+    [(task, name) for task in ("bowl", "rosenbrock", "mnist") for name in read_settings("paper")[task]],
 )
 def test_the_papers_settings_build(task, name):
     with using("digits"):
@@ -939,9 +944,9 @@ def test_settings_of_a_choices_own_stay(tmp_path):
         ("[bowl\nadam = 1", "must be a TOML file"),
         ("adam = { lr = 0.5, lr = 0.6 }", "must be a TOML file"),
         (b"\xff\xfe", "must be a TOML file"),
-        ("", r"must name in \[bowl\] an optimizer"),
-        ("[mnist]\nadam = { lr = 0.5 }", r"must name in \[bowl\] an optimizer"),
-        ("[bowl]\nyogi = { lr = 0.5 }", r"must name in \[bowl\] an optimizer"),
+        ("", r"must name in \[bowl\] at least one of the chosen optimizers"),
+        ("[mnist]\nadam = { lr = 0.5 }", r"must name in \[bowl\] at least one of the chosen optimizers"),
+        ("[bowl]\nyogi = { lr = 0.5 }", r"must name in \[bowl\] at least one of the chosen optimizers"),
         ("[bowl]\nadam = 0.5", r"must have a table of numbers for each optimizer in \[bowl\]"),
         ("[bowl]\nadam = { lr = 1 }\nlr = 0.5", r"must have a table of numbers for each optimizer in \[bowl\]"),
         ("[bowl]\nadam = { lr = 2024-01-01 }", r"must have a table of numbers for each optimizer in \[bowl\]"),
@@ -967,7 +972,7 @@ def test_a_folder_is_no_file_of_hyperparameters(tmp_path):
 # ---------------------------------------------------------------- building
 
 
-@pytest.mark.parametrize("name", [*BASELINES, "torch.SGD", "torch.AdamW"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.SGD", "torch.AdamW"])
 def test_bad_options_are_refused_by_name(name):
     options = {**options_of(name), "learning_rate": 0.1}
     with pytest.raises(ValueError, match="learning_rate") as error:
@@ -1036,7 +1041,7 @@ NAMES = """
     gravity kron lamb laprop lion madgrad mars nero novograd padam prodigy qhadam schedulefreeadamw shampoo sgdp sm3
     soap sophiah srmm stableadamw swats tiger yogi
 """
-OF_PYTORCH_OPTIMIZER = [name for name in NAMES.split() if name in baselines.of_pytorch_optimizer()]
+OF_PYTORCH_OPTIMIZER = [name for name in NAMES.split() if name in of_pytorch_optimizer()]
 
 
 def test_the_sample_is_broad():

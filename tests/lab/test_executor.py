@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from lodo.lab.cli import app
 from lodo.lab.executor import RunError, sweep
-from lodo.lab.run import Run, execute, load
+from lodo.lab.run import Run, execute, load_curve
 
 SETTINGS = ("--steps", "6000", "--seeds", "2", "--optimizers", "lodo, olbfgs", "--checkpoint-every", "0.2")
 
@@ -128,11 +128,13 @@ def cluster():
 def test_a_running_scheduler_can_be_used(cluster, tmp_path):
     runs = [Run("bowl", "adam", seed, 200, task_options={"n": 5}) for seed in range(3)]
     heard = {}
-    sweep(runs, tmp_path / "there", scheduler=cluster.scheduler_address, report=heard.__setitem__)
+    sweep(runs, tmp_path / "there", scheduler=cluster.scheduler_address, on_progress=heard.__setitem__)
     assert heard == dict.fromkeys(runs, 1.0)  # three threads of one process, which take turns
     for run in runs:
         execute(run, tmp_path / "here")
-        np.testing.assert_array_equal(load(run, tmp_path / "here")["loss"], load(run, tmp_path / "there")["loss"])
+        np.testing.assert_array_equal(
+            load_curve(run, tmp_path / "here")["loss"], load_curve(run, tmp_path / "there")["loss"]
+        )
 
 
 def test_a_scheduler_on_the_command_line(cluster, tmp_path):
@@ -153,7 +155,7 @@ def test_two_sweeps_on_one_scheduler_do_not_meet(cluster, tmp_path):
         for name in ("a", "b"):
             pool.submit(sweep, runs, tmp_path / name, scheduler=cluster.scheduler_address)
     for run in runs:
-        np.testing.assert_array_equal(load(run, tmp_path / "a")["loss"], load(run, tmp_path / "b")["loss"])
+        np.testing.assert_array_equal(load_curve(run, tmp_path / "a")["loss"], load_curve(run, tmp_path / "b")["loss"])
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(cluster, tmp_path):
@@ -164,11 +166,11 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(cluster, tmp_path):
     with pytest.raises(RunError, match=bad.name):
         sweep([bad], tmp_path, workers=0)
     sweep([good], tmp_path, workers=0)
-    assert load(good, tmp_path) is not None
+    assert load_curve(good, tmp_path) is not None
 
 
 def test_a_folder_that_the_cluster_does_not_share_is_noticed(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("lodo.lab.executor.load", lambda run, folder: None)
+    monkeypatch.setattr("lodo.lab.executor.load_curve", lambda run, folder: None)
     with pytest.raises(RunError, match="share"):
         sweep([Run("rosenbrock", "adam", 0, 20)], tmp_path, scheduler=cluster.scheduler_address)
 
@@ -185,7 +187,7 @@ def test_finished_runs_and_duplicates_cost_nothing(tmp_path):
     sweep([run], tmp_path, workers=0)
     before = run.path(tmp_path).stat().st_mtime_ns
     heard = []
-    sweep([run, run], tmp_path, workers=4, report=lambda run, done: heard.append(done))  # no cluster is started
+    sweep([run, run], tmp_path, workers=4, on_progress=lambda run, done: heard.append(done))  # no cluster is started
     assert run.path(tmp_path).stat().st_mtime_ns == before
     assert heard == [1.0]
 
