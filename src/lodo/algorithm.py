@@ -17,7 +17,7 @@ from lodo.group import Network, Options, State
 from lodo.guard import Guard
 from lodo.meta import Learned
 from lodo.recipes import as_meta_optimizer
-from lodo.scalars import Flag, Scalar, largest, where
+from lodo.scalars import Flag, Scalar, largest, scalar_on, where
 
 
 class Reading(NamedTuple):
@@ -45,14 +45,17 @@ def read(options: Options, state: State, network: Network, moving: list[bool]) -
 
 
 def step(reading: Reading, accepted: Flag = True) -> None:
-    """Algorithm 1, from the moment the gradient g at the new x is known."""
+    """Algorithm 1, from the moment the gradient g at the new x is known; if it was not accepted, nothing changes."""
     options, state, net, moving, norm, clip, _ = reading
+    accepted = _decision(accepted, net)
     lr, beta = _number(options["lr"], net), options["beta"]
     g, s, last_g = net.g.vector, net.s.vector, state.get("last_gradient")
     norm = _shorten(g, norm, clip)
+    keep = beta  # how much of m to keep
     if isinstance(accepted, Tensor):
         unchanged = torch.zeros_like(g) if last_g is None else last_g
         g.copy_(torch.where(accepted, g, unchanged))
+        keep = where(accepted, beta, 1.0)
     learning = accepted & (state["last_lr"] != 0)  # if the last call moved x: learn from where that led
     led_to = _where_moved(state, net)
     guard = state["guard"]
@@ -67,13 +70,19 @@ def step(reading: Reading, accepted: Flag = True) -> None:
     moments = [state[name] for name in meta.moments]
     lesson = Lesson(learning, led_to, -state["last_lr"], moments, t, options["meta_lr"], net.rounding_seed)
     # theta <- theta + Adam(...);  m <- beta m + (1 - beta) g;  s <- G(theta) u, u = m or, gated, (1 - w) g + w m
-    gate = net.engine.advance(
-        state["theta"], state["momentum"], g, where(accepted, beta, 1.0), s, meta, lesson, state.get("gate"), last_g
-    )
-    net.s.move(options["params"], moving, where(accepted, lr, 0.0), options["weight_decay"])  # x <- x - lr s
+    gate = net.engine.advance(state["theta"], state["momentum"], g, keep, s, meta, lesson, state.get("gate"), last_g)
+    taken = where(accepted, lr, 0.0) if isinstance(accepted, Tensor) else lr
+    net.s.move(options["params"], moving, taken, options["weight_decay"])  # x <- x - lr s
     if net.watch is not None:
         net.watch.note(g, s)
     _remember(state, accepted, lr=lr, moving=moving, guard=guard, gate=gate, t=t, norm=norm, beta=beta)
+
+
+def _decision(accepted: Flag, net: Network) -> Flag:
+    """The common decision in the engine's kind of truth values."""
+    if net.engine.on_host:
+        return bool(accepted)
+    return scalar_on(net.engine.layout.device, accepted).to(net.engine.layout.device)
 
 
 def _number(value: Scalar, net: Network) -> Scalar:

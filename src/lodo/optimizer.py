@@ -28,7 +28,6 @@ from lodo.group import Group, Options, check_params
 from lodo.inspect import Inspectable
 from lodo.meta import MetaOptimizer
 from lodo.recipes import as_meta_optimizer, complete, from_recipe
-from lodo.scalars import Flag
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
@@ -204,17 +203,14 @@ class LODO(Inspectable, Resumable):
         readings = []
         for group, options in self._pairs():
             reading = self._read(group, options)
-            if reading is None:
-                continue
-            readings.append(reading)
-            if reading.usable is False:
-                break
-        accepted, rank = refusal.agreed([reading.usable for reading in readings], self._meshes)
+            if reading is not None:
+                readings.append(reading)
+        accepted, rank = refusal.agreed(readings, self._meshes)
         if accepted is False:
             refusal.refuse(self.nonfinite, readings, rank)
             return
         for reading in readings:
-            algorithm.step(reading, _on_engine(accepted, reading))
+            algorithm.step(reading, accepted)
         if isinstance(accepted, Tensor):
             self._refused = torch.logical_not(accepted)
         if self.check_sync_every is not None:
@@ -270,11 +266,3 @@ class LODO(Inspectable, Resumable):
                 f"got {family!r}; make its class a frozen dataclass"
             )
         return family
-
-
-def _on_engine(accepted: Flag, reading: algorithm.Reading) -> Flag:
-    """The common decision in the kind of truth values that a group's engine uses."""
-    engine = reading.network.engine
-    if engine.on_host:
-        return bool(accepted)
-    return accepted.to(engine.layout.device) if isinstance(accepted, Tensor) else reading.usable

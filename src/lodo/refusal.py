@@ -19,26 +19,29 @@ if TYPE_CHECKING:
 SKIP = "Pass nonfinite='skip' to skip such steps instead"
 
 
-def agreed(usable: Sequence[Flag], meshes: Sequence[DeviceMesh]) -> tuple[Flag, int]:
+def agreed(readings: Sequence[Reading], meshes: Sequence[DeviceMesh]) -> tuple[Flag, int]:
     """Whether all gradients can be used, on every rank of the meshes, and a rank that has one which cannot.
 
     The answer is a Python bool if all groups are on the CPU, else a 0-dim tensor, so that nobody waits for a device.
 
-    >>> agreed([True, False], [])
-    (False, 0)
+    >>> agreed([], [])
+    (True, 0)
     """
-    tensors = [flag for flag in usable if isinstance(flag, Tensor)]
-    here = all(flag for flag in usable if not isinstance(flag, Tensor))
-    if not here or not tensors:
-        if not meshes:
-            return here, 0
-        rank = distributed.complaining_rank(not here, meshes)
-        return rank is None, rank or 0
-    first, *others = tensors
-    everywhere = first
-    for flag in others:
-        everywhere = everywhere & flag.to(first.device)
-    return distributed.nobody_complains(everywhere, meshes), 0
+    here, on_device = True, None
+    for reading in readings:
+        flag = reading.usable
+        if not isinstance(flag, Tensor):
+            here = here and flag
+        elif on_device is None:
+            on_device = flag
+        else:
+            on_device = on_device & flag.to(on_device.device)
+    if on_device is not None:
+        return distributed.nobody_complains(on_device & here, meshes), 0
+    if not meshes:
+        return here, 0
+    rank = distributed.complaining_rank(not here, meshes)
+    return rank is None, rank or 0
 
 
 def refuse(nonfinite: str, readings: Sequence[Reading], rank: int) -> None:

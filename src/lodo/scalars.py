@@ -52,7 +52,7 @@ def scalar_on(device: torch.device, value: Scalar) -> Tensor:
     """
     if isinstance(value, Tensor):
         return value
-    dtype = torch.int64 if isinstance(value, int) else precise(device)
+    dtype = {bool: torch.bool, int: torch.int64}.get(type(value), precise(device))
     return torch.full((), value, dtype=dtype, device=device)  # a fill, which is no copy from the CPU
 
 

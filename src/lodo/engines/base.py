@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ class Engine(ABC):
         self.watched = False  # set it to have the norm of the next hypergradient
         self.hypergradient_norm: Scalar = math.nan
 
-    @property
+    @cached_property
     def on_host(self) -> bool:
         """Whether its numbers are Python floats; on other devices they are 0-dim tensors."""
         return self.layout.device.type == "cpu"
