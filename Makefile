@@ -1,9 +1,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PACKAGES := .venv/lib/python3*/site-packages
 
-.PHONY: demo test docs pictures bench format release-check setup
+# Bytecode is compiled once, on all cores: otherwise every command pays for it where PYTHONDONTWRITEBYTECODE is set.
+define install
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[$(1)]'
+	$(BIN)/python -m compileall -q -j 0 $(PACKAGES) src > /dev/null || true
+endef
 
-demo: setup
+.PHONY: demo test test-slow docs pictures bench format release-check setup
+
+demo: .venv/lab
 	$(BIN)/lodo run bowl --quick
 
 test: setup
@@ -13,8 +21,11 @@ test: setup
 	$(MAKE) --no-print-directory docs
 	$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
 
+test-slow: setup
+	$(BIN)/python -m pytest -m slow --numprocesses=2 --dist=worksteal
+
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pictures: setup
 	$(BIN)/python docs/pictures.py
@@ -31,9 +42,12 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-setup: .venv/ready
+setup: .venv/all
 
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[all]'
+.venv/lab: pyproject.toml constraints.txt
+	$(call install,lab)
 	touch $@
+
+.venv/all: pyproject.toml constraints.txt
+	$(call install,all)
+	touch $@ .venv/lab
