@@ -26,7 +26,7 @@ from torch.testing._internal.common_optimizers import (
 )
 from torch.testing._internal.common_utils import TestCase
 
-from lodo import LODO
+from lodo import LODO, Mixing
 
 EXCLUDED = {
     "foreach, fused and differentiable variants agree": "LODO has none of the three flags: groups are flat vectors",
@@ -43,7 +43,7 @@ EXCLUDED = {
 
 def inputs(device, dtype=None):
     def one(desc, **options):
-        return OptimizerInput(params=None, kwargs={"depth": 4, "backend": "reference", **options}, desc=desc)
+        return OptimizerInput(params=None, kwargs={"preconditioner": Mixing(depth=4), "backend": "reference", **options}, desc=desc)
 
     return [
         OptimizerInput(params=None, kwargs={"lr": 0.05}, desc="default"),
@@ -52,9 +52,9 @@ def inputs(device, dtype=None):
         one("no momentum", lr=0.02, beta=0.0),
         one("non-zero weight_decay", lr=0.02, weight_decay=0.1),
         one("maximize", lr=0.02, weight_decay=0.1, maximize=True),
-        one("robust", lr=0.02, recipe="robust"),
+        one("robust", lr=0.02, recipe="robust", preconditioner=Mixing(depth=4, mixing="shuffle")),
         one("schedule-free", lr=0.02, meta_optimizer="schedule-free"),
-        one("diagonal", lr=0.02, preconditioner="diagonal", depth=None),
+        one("diagonal", lr=0.02, preconditioner="diagonal"),
     ]
 
 

@@ -36,7 +36,8 @@ from lodo import LODO
 from lodo.distributed import Shard, shard_of
 
 WORLDS = (2, 3)
-SMALL = {"lr": 0.1, "depth": 3, "backend": "reference"}
+SMALL = {"lr": 0.1, "preconditioner": "mixing(depth=3)", "backend": "reference"}
+ROBUST = {"recipe": "robust", "preconditioner": "mixing(depth=3, mixing='shuffle')"}
 
 
 def rank() -> int:
@@ -164,7 +165,7 @@ def in_one_process(steps: range, **options: object) -> list[torch.Tensor]:
 
 def check_each_rank_preconditions_its_shard() -> None:
     """As one process with a group for each rank's shards: bit for bit, where averaging gradients is exact."""
-    for options in ({}, {"recipe": "robust", "weight_decay": 0.1}, {"preconditioner": "diagonal", "depth": None}):
+    for options in ({}, {**ROBUST, "weight_decay": 0.1}, {"preconditioner": "diagonal"}):
         model, opt = sharded(**options)
         start = whole(model)
         train(model, opt, range(12))
@@ -172,7 +173,7 @@ def check_each_rank_preconditions_its_shard() -> None:
             assert torch.equal(ours, alone) if world() == 2 else torch.allclose(ours, alone, rtol=1e-9, atol=0)
             assert not torch.equal(ours, before)
         params = list(model.parameters())
-        assert opt._counts == [sum(p.to_local().numel() for p in params)]
+        assert opt._groups[0].n == sum(p.to_local().numel() for p in params)
 
 
 def check_state_is_divided() -> None:
@@ -199,7 +200,7 @@ def check_ranks_that_hold_nothing() -> None:
     twin.load_state_dict(layer.state_dict())
     fully_shard(layer, mesh=init_device_mesh("cpu", (world(),)))
     opt, plain = LODO(layer.parameters(), **SMALL), LODO(twin.parameters(), **SMALL)
-    assert opt._counts == [3 if rank() == 0 else 0]
+    assert opt._groups[0].n == (3 if rank() == 0 else 0)
     x = torch.ones(2, 3, dtype=torch.float64)
     for _ in range(4):
         for model, each in ((layer, opt), (twin, plain)):
@@ -283,7 +284,7 @@ def load(model: nn.Module, opt: LODO, place: Path, partial: bool = False) -> Non
 
 
 def check_shards_resume_bit_for_bit(folder: Path) -> None:
-    for options in ({}, {"recipe": "robust"}):
+    for options in ({}, ROBUST):
         (one, a), (other, b) = sharded(**options), sharded(**options)
         train(one, a, range(5))
         save(one, a, folder / f"shards {len(options)}")
@@ -333,7 +334,7 @@ def check_states_in_plain_files() -> None:
     everyone = [None] * world()
     dist.all_gather_object(everyone, states[0])
     stranger = everyone[(rank() + 1) % world()]
-    with pytest.raises(ValueError, match=rf"learned in {world()} shards, and this rank holds {a._shards[0].label}"):
+    with pytest.raises(ValueError, match=rf"learned in {world()} shards, and this rank holds {a._groups[0].layout.shard.label}"):
         b.load_state_dict(stranger)
     plain = LODO(network().parameters(), **SMALL)
     with pytest.raises(ValueError, match=rf"learned in {world()} shards, and this rank holds shard 0 of 1"):
@@ -363,7 +364,7 @@ def check_groups_are_sharded_alike() -> None:
     message = rf"sharded alike, but this rank holds shard 0 of 1 of .* and shard {rank()} of {world()} of the first one"
     with pytest.raises(ValueError, match=message):
         LODO([*model.parameters(), plain])
-    assert LODO([{"params": list(model.parameters())}, {"params": [plain]}])._shards[1] == Shard(0, 1)
+    assert LODO([{"params": list(model.parameters())}, {"params": [plain]}])._groups[1].layout.shard == Shard(0, 1)
     assert shard_of(distribute_tensor(torch.zeros(4), mesh, [Replicate()])) == Shard(0, 1)
     two = init_device_mesh("cpu", (1, world()))
     assert shard_of(distribute_tensor(torch.zeros(4), two, [Replicate(), dist.tensor.Shard(0)])) == (rank(), world())

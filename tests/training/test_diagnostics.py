@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from helpers import BACKENDS, FAMILIES, parameter
-from lodo import LODO, diagnostics
+from helpers import BACKENDS, FAMILIES, network, parameter
+from lodo import LODO, Mixing, watch
 
 
 def trained(steps: int = 30, n: int = 12, **options: object) -> tuple[torch.nn.Parameter, LODO]:
@@ -60,7 +60,7 @@ def test_stretches_get_better_from_call_to_call():
     exact = float(torch.linalg.svdvals(opt.preconditioner_matrix())[0])
     first = opt.diagnostics()["group0/largest_stretch"]
     assert opt.diagnostics()["group0/largest_stretch"] == first  # not every call takes the time
-    for _ in range(20 * diagnostics.CYCLE):
+    for _ in range(20 * watch.CYCLE):
         last = opt.diagnostics()["group0/largest_stretch"]
     assert first < last <= exact * (1 + 1e-9)
 
@@ -71,13 +71,14 @@ def test_stretches_get_better_from_call_to_call():
 def test_the_hypergradients_norm(backend, meta, mixing):
     """Against the family's own formula, from the same point of the same run."""
     torch.manual_seed(0)
-    x, opt = trained(3, backend=backend, meta_optimizer=meta, mixing=mixing)
+    family = Mixing(mixing=mixing)
+    x, opt = trained(3, backend=backend, meta_optimizer=meta, preconditioner=family)
     assert math.isnan(opt.diagnostics()["group0/hypergradient_norm"])
     torch.manual_seed(0)
-    _, truth = trained(3, backend="reference", meta_optimizer=meta, mixing=mixing)
-    net, state = truth._network(0), truth._state(0)
+    _, truth = trained(3, backend="reference", meta_optimizer=meta, preconditioner=family)
+    P, state = network(truth).engine.P, truth._state(0)
     g = x.grad = torch.randn(12, dtype=torch.float64)
-    h = truth._families[0].hypergradient(state["theta"], net.engine.P, state["momentum"], g) * state["last_lr"]
+    h = family.hypergradient(state["theta"], P, state["momentum"], g) * state["last_lr"]
     opt.step()
     x.grad = None
     opt.step()  # nothing moves, nothing is measured
@@ -91,7 +92,7 @@ def test_one_update_in_four_calls_is_measured():
         opt.diagnostics()
         x.grad = torch.full((12,), float(scale), dtype=torch.float64)
         opt.step()
-        values.append(opt._network(0).engine.hypergradient_norm)
+        values.append(network(opt).engine.hypergradient_norm)
     assert len(set(values)) == 3
     assert values[0] == values[3] != values[4] == values[7] != values[8]
 
