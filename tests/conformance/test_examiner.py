@@ -30,7 +30,7 @@ from lodo import LODO, Mixing
 
 EXCLUDED = {
     "foreach, fused and differentiable variants agree": "LODO has none of the three flags: groups are flat vectors",
-    "peak memory of foreach": "as above; tests/test_memory.py bounds LODO's memory",
+    "peak memory of foreach": "as above; tests/core/test_memory.py bounds LODO's memory",
     "capturable on CUDA graphs": "a step reads numbers back to the host, so it cannot be captured",
     "sparse gradients": "refused with an error: the preconditioner mixes all coordinates (asked in test_errors)",
     "state on CUDA for parameters on the CPU": "this machine has no CUDA",
@@ -43,7 +43,9 @@ EXCLUDED = {
 
 def inputs(device, dtype=None):
     def one(desc, **options):
-        return OptimizerInput(params=None, kwargs={"preconditioner": Mixing(depth=4), "backend": "reference", **options}, desc=desc)
+        return OptimizerInput(
+            params=None, kwargs={"preconditioner": Mixing(depth=4), "backend": "reference", **options}, desc=desc
+        )
 
     return [
         OptimizerInput(params=None, kwargs={"lr": 0.05}, desc="default"),

@@ -334,7 +334,9 @@ def check_states_in_plain_files() -> None:
     everyone = [None] * world()
     dist.all_gather_object(everyone, states[0])
     stranger = everyone[(rank() + 1) % world()]
-    with pytest.raises(ValueError, match=rf"learned in {world()} shards, and this rank holds {a._groups[0].layout.shard.label}"):
+    with pytest.raises(
+        ValueError, match=rf"learned in {world()} shards, and this rank holds {a._groups[0].layout.shard.label}"
+    ):
         b.load_state_dict(stranger)
     plain = LODO(network().parameters(), **SMALL)
     with pytest.raises(ValueError, match=rf"learned in {world()} shards, and this rank holds shard 0 of 1"):
