@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -97,6 +98,34 @@ def test_every_optimizer_of_the_paper_has_a_style_of_its_own():
     assert len(set(styles(["LODO", *many]).values())) == 21
 
 
+def test_the_list_of_experiments_is_there_at_once():
+    """What `lodo run --list` shows needs none of the large packages."""
+    code = """
+        import sys
+        from lodo.lab.experiments import CATALOG
+        assert len(CATALOG) == 11
+        heavy = {"torch", "numpy", "matplotlib", "scipy", "pyarrow", "pandas", "rich", "optuna"}
+        assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_an_experiment_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"experiment must be one of 'bowl', .*, got 'bowel'"):
+        experiments.load("bowel")
+
+
+def test_figures_are_described_without_matplotlib():
+    code = """
+        import sys
+        from lodo.lab import experiments
+        for name in experiments.CATALOG:
+            experiments.load(name)
+        assert "matplotlib" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
 def test_the_papers_rows_are_all_there():
     labels = {choice.label for choice in parse(experiments.load("bowl").optimizers)}
     assert labels >= set(AT_100K)
@@ -115,7 +144,8 @@ def test_an_experiment_writes_its_files(name, steps, tmp_path):
     assert all(row["seeds"] == 2 for row in summary["rows"])
     assert any(row["mean"] is not None and row["paper_mean"] is not None for row in summary["rows"])
     table = (tmp_path / name / "table.md").read_text()
-    for choice in parse(experiments.load(name).optimizers):
+    experiment = experiments.load(name)
+    for choice in experiment.parse(experiment.optimizers):
         assert choice.label in table or name == "bowl-frozen"
     figures = {file.suffix: file.read_bytes() for file in (tmp_path / name).iterdir()}
     assert figures[".png"].startswith(b"\x89PNG")

@@ -30,8 +30,9 @@ from lodo.lab.page.sections import experiment_section
 from lodo.lab.pipeline import run_experiment
 from lodo.lab.run import Curve, Run
 from lodo.lab.show import curves, styles
+from lodo.lab.show.draw import draw
 from lodo.lab.show.interactive import as_json
-from lodo.lab.show.plots import Axis, Figure, Line, Plot
+from lodo.lab.show.plots import Axis, Contours, Figure, HeatMap, Line, Plot, Shade
 from lodo.lab.tuning.search import plan_search
 
 ROSENBROCK, BOWL = experiments.load("rosenbrock"), experiments.load("bowl")
@@ -502,6 +503,64 @@ def test_trajectories_follow_the_slider(shown):
     figure.get_by_role("button", name="stop").click()
     assert min(lengths()) > 9
     slider.fill("100")
+
+
+def vocabulary():
+    """A figure with every kind of panel, mark and symbol."""
+    x, y = np.array([1.0, 2.0, 4.0]), np.array([3.0, 2.0, 1.0])
+    marks = [
+        Line(mark, x, y + i, y + i - 0.1, y + i + 0.1, mark=mark)
+        for i, mark in enumerate(("line", "points", "both", "area"))
+    ]
+    symbols = [
+        Line(symbol, x, y + i, mark="points", symbol=symbol, names=["a", "b", "c"], style=styles.Style("#0072b2", "--"))
+        for i, symbol in enumerate(("circle", "ring", "bar", "cross", "star", "dash"))
+    ]
+    grid = np.linspace(-1.0, 1.0, 11)
+    return Figure(
+        "vocabulary",
+        [
+            Plot("marks", "Marks", Axis({"x": "x"}, log=True, ticks={1.0: "one"}), Axis("y", range=(0.5, 7)), marks,
+                 levels={"a level": 2.0}),
+            Plot("symbols", "Symbols", Axis("x", reversed=True), Axis(ticks={1: "low", 8: "high"}, reversed=True),
+                 symbols, shades=[Shade(0.5, 1.5, styles.Style("#d55e00"))], write_names=True),
+            Plot("whole", "Integers", Axis("x", whole=True), Axis("y", log=True), marks[:1]),
+            Contours("paths", "Paths", {"LODO": (x / 4, y / 4, y)}, grid, grid, np.add.outer(grid**2, grid**2),
+                     (0.1, 1.0, 0.1), {"start": (0.0, 0.0), "end": (1.0, 1.0)}, first=1),
+            HeatMap("heat", "Heat", np.outer(grid, grid)),
+            HeatMap("heat-log", "Heat, logarithmic", 100 * np.outer(grid, grid), "columns", linear=0.1),
+        ],
+        columns=2,
+        size=(4.0, 3.0),
+    )  # fmt: skip
+
+
+def test_both_draw_the_whole_vocabulary(browser, tmp_path):
+    """What Matplotlib and what the browser draw has the same panels with the same values."""
+    figure = vocabulary()
+    panels = [axes for axes in draw(figure, "A caption").axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == [
+        "Marks", "Symbols", "Integers", "Paths, 1 steps", "Heat", "Heat, logarithmic"
+    ]  # fmt: skip
+    path = tmp_path / "page.html"
+    path.write_text(render_page("Vocabulary", [Section("s", "S", figures=[as_json(figure)])], ""))
+    for dark in (False, True):
+        with opened(browser, path, dark=dark) as shown:
+            for panel, axes in zip(figure.panels, panels, strict=True):
+                drawn = plot(shown, f"s-{panel.name}").locator(".canvas")
+                if isinstance(panel, Plot):
+                    x, y = axes.get_xaxis(), axes.get_yaxis()
+                    kinds = drawn.evaluate("canvas => [canvas._fullLayout.xaxis.type, canvas._fullLayout.yaxis.type]")
+                    assert kinds == [x.get_scale(), y.get_scale()]
+                    for which, axis in (("xaxis", x), ("yaxis", y)):
+                        start, end = drawn.evaluate(f"canvas => canvas._fullLayout.{which}.range")
+                        assert (start > end) == axis.get_inverted()
+                    values = drawn.evaluate("canvas => canvas.data.filter(t => t.name).map(t => [...t.y])")
+                    assert values == [list(line.high if line.mark == "area" else line.y) for line in panel.lines]
+                else:
+                    assert drawn.evaluate("canvas => canvas.data[0].type") == (
+                        "contour" if isinstance(panel, Contours) else "heatmap"
+                    )
 
 
 def test_light_and_dark(shown):

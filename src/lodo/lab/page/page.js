@@ -174,8 +174,12 @@
     const along = (line) => line.x[state.x] ?? line.x[Object.keys(data.choices)[0]];
     const banded = data.lines.some((line) => line.low && line.mark !== "area");
     const pointed = data.lines.some((line) => line.names);
-    const every = data.y.range ?? data.lines.flatMap((line) => line.y.filter((y) => y !== null && y > 0));
-    const wide = every.some((y) => y > 1e6 || y < 1e-3); // plain numbers would be too long
+    // plain numbers would be too long
+    const wide = (values) => (values.some((each) => each > 1e6 || (each > 0 && each < 1e-3)) ? "power" : "none");
+    const format = {
+      x: wide(data.x.range ?? data.lines.flatMap((line) => along(line))),
+      y: wide(data.y.range ?? data.lines.flatMap((line) => line.y)),
+    };
     const longest = Math.max(...data.lines.flatMap((line) => Object.values(line.x)[0]));
     let shown = [];
 
@@ -184,6 +188,12 @@
         x: [...x, ...x.toReversed()], y: [...line.high, ...line.low.toReversed()], fill: "toself", mode: "lines",
         line: { width: 0 }, fillcolor: tint(hue(line), strength), hoverinfo: "skip",
       };
+    }
+
+    function hover(line) {
+      if (!line.names) return "%{y:.4g}%{customdata}";
+      if (line.mark === "area") return "<b>%{text}</b>";
+      return data.y.ticks ? "<b>%{text}</b><br>%{x:.4g}" : "<b>%{text}</b><br>%{y:.4g} at %{x:.4g}";
     }
 
     function traces() {
@@ -208,8 +218,7 @@
           customdata: spread, text: line.names ?? null, ...bars,
           line: { color: hue(line), width: line.label === "LODO" ? 3 : 2, dash: line.dash },
           marker: { color: hue(line), size: 1.8 * line.size, symbol: SYMBOLS[line.symbol], line: { color: hue(line), width: 1.5 } },
-          hovertemplate: line.names ? "<b>%{text}</b><br>%{y:.4g} at %{x:.4g}<extra>%{fullData.name}</extra>"
-            : "%{y:.4g}%{customdata}<extra>%{fullData.name}</extra>",
+          hovertemplate: `${hover(line)}<extra>%{fullData.name}</extra>`,
         });
       }
       return made;
@@ -221,10 +230,10 @@
         hovermode: shown.length > 14 || pointed || innerWidth < 640 ? "closest" : "x unified",
         uirevision: JSON.stringify(state),
         xaxis: scale(data.choices[state.x], data.x, state.logX, state.close, {
-          hoverformat: ".5~g", ...(data.x.whole ? { dtick: Math.ceil(longest / 10) || 1 } : {}),
+          hoverformat: ".5~g", exponentformat: format.x, ...(data.x.whole ? { dtick: Math.ceil(longest / 10) || 1 } : {}),
         }),
         yaxis: scale(data.y.label, data.y, state.logY, state.close, {
-          exponentformat: wide ? "power" : "none", showspikes: false,
+          exponentformat: format.y, showspikes: false,
         }),
         shapes: [...levels.map(([, y]) => ({
           type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour("--ink"), width: 1.2, dash: "dot" },

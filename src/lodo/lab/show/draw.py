@@ -155,7 +155,7 @@ def _draw_line(axes: Axes, line: Line, choice: str, style: Style) -> None:
         label=label,
         **shape,
     )
-    if line.low is None or line.high is None or not np.any(line.high > line.low):
+    if line.low is None or line.high is None or not np.any(line.high != line.low):
         return
     if line.mark == "line":
         axes.fill_between(x, line.low, line.high, color=style.color, alpha=0.2, lw=0)

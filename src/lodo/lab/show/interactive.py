@@ -87,7 +87,7 @@ def _line(line: Line, choices: Mapping[str, str]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "label": line.label, "x": x, "y": numbers(line.y), "mark": line.mark, "symbol": line.symbol, "size": line.size,
     }  # fmt: skip
-    if line.low is not None and line.high is not None and np.any(line.high > line.low):
+    if line.low is not None and line.high is not None and np.any(line.high != line.low):
         made |= {"low": numbers(line.low), "high": numbers(line.high)}
     if line.note:
         made["note"] = line.note
