@@ -153,12 +153,14 @@ def _check_state(group: Group, network: Network, options: Options, state: State)
     """Raise an error unless a saved state belongs to this network."""
     layout, meta = group.layout, as_meta_optimizer(options["meta_optimizer"])
     where = f"group {group.index} of the state"
-    missing = [name for name in (*_COUNTS, *_REALS, "guard", "moved", "numels", "fingerprint") if name not in state]
-    if missing:
-        raise ValueError(f"{where} has no {', '.join(missing)}: it was not saved by LODO, or is damaged")
+    needed = [*_COUNTS, *_REALS, "guard", "moved", "numels", "fingerprint"]
     vectors = ["momentum"]
     if options["momentum"] == "learned":
+        needed.append("gate")
         vectors.append("last_gradient")
+    missing = [name for name in needed if name not in state]
+    if missing:
+        raise ValueError(f"{where} has no {', '.join(missing)}: it was not saved by LODO, or is damaged")
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(vectors, (layout.n,))
     shapes |= {name: group.family.shape(layout) for name in ("theta", *meta.moments)}
     for name, expected in shapes.items():

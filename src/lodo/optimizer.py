@@ -133,7 +133,7 @@ class LODO(Inspectable, Resumable):
         self.on_reshard = on_reshard
         self.save_activations: bool = chosen["save_activations"]
         self._recipe = recipe
-        self._default_family = as_family(chosen["preconditioner"])
+        self._default_family = _described(as_family(chosen["preconditioner"]))
         self._groups = []
         self._steps_since_sync = 0
         self._refused: Tensor | None = None  # whether a device refused the last step; nobody has looked yet
@@ -259,10 +259,14 @@ class LODO(Inspectable, Resumable):
     def _family(self, given: str | Preconditioner | None) -> Preconditioner:
         if given is None or given == repr(self._default_family):
             return self._default_family
-        family = as_family(given)
-        if " at 0x" in repr(family):
-            raise ValueError(
-                "preconditioner must have a repr that describes it, so that a saved state can be recognised, "
-                f"got {family!r}; make its class a frozen dataclass"
-            )
-        return family
+        return _described(as_family(given))
+
+
+def _described(family: Preconditioner) -> Preconditioner:
+    """The family, if its repr tells it from others: by that a saved state is recognised."""
+    if " at 0x" in repr(family):
+        raise ValueError(
+            "preconditioner must have a repr that describes it, so that a saved state can be recognised, "
+            f"got {family!r}; make its class a frozen dataclass"
+        )
+    return family

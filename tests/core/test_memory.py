@@ -7,110 +7,118 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lodo.kernels.cpu import FusedMixing
 
-from helpers import BACKENDS, FAMILIES, parameter
-from lodo import LODO, memory, memory_estimate
+from helpers import BACKENDS, network, parameter
+from lodo import LODO, Mixing, estimate, memory_estimate
+from lodo.engines.numba.mixing import NumbaMixing
+from lodo.engines.numba.pages import huge_zeros
+from lodo.meta import Adam
 
-ROBUST = {"mixing": "shuffle", "momentum": "learned", "moment_dtype": torch.bfloat16, "save_activations": False}
+ROUNDED = Adam(moment_dtype="bfloat16")
+ROBUST = {"momentum": "learned", "meta_optimizer": ROUNDED, "save_activations": False}
 OPTIONS = {
     "paper": {},
     "sgd": {"meta_optimizer": "sgd"},
     "schedule-free": {"meta_optimizer": "schedule-free"},
     "gate": {"momentum": "learned"},
-    "bfloat16": {"moment_dtype": torch.bfloat16},
+    "bfloat16": {"meta_optimizer": ROUNDED},
     "robust": ROBUST,
-    "robust schedule-free": {**ROBUST, "moment_dtype": None, "meta_optimizer": "schedule-free"},
+    "robust schedule-free": {**ROBUST, "meta_optimizer": "schedule-free"},
 }
-OF_MIXING = {
-    "shuffle": {"mixing": "shuffle"},
-    "permuted shuffle": {"mixing": "permuted-shuffle"},
+FORGETFUL = {
     "forgetful": {"save_activations": False},
     "forgetful gate": {"save_activations": False, "momentum": "learned"},
 }
+SHUFFLE = Mixing(mixing="shuffle")
 
 
 def taken(opt):
     """Bytes, counted: weights, moments, indices, activations, vectors."""
-    net, state = opt._network(0), opt._state(0)
+    net, state = network(opt), opt._state(0)
     vectors = [net.g.vector, net.s.vector, state["momentum"], state.get("last_gradient")]
     activations = []
-    if isinstance(net.engine, FusedMixing):
+    if isinstance(net.engine, NumbaMixing):
         work = net.engine._work
+        indices = work.P
         vectors.append(work._u)
         E, Q, chunks = work._spare()[0].shape, work._spare()[1].shape, work._chunks.shape  # a few spare tiles
         activations = [array for array in work._make() if array.shape not in (E, Q, chunks)]
+    else:
+        indices = net.engine.P
     return {
         "theta": state["theta"].nbytes,
         "moments": sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq", "z") if name in state),
-        "indices": net.engine.P.nbytes,
+        "indices": indices.nbytes,
         "activations": sum(array.nbytes for array in activations),
         "vectors": sum(v.nbytes for v in vectors if v is not None),
     }
 
 
-CASES = [(family, name) for family in FAMILIES for name in OPTIONS] + [("mixing", name) for name in OF_MIXING]
+CASES = [
+    *((family, "reference", name) for family in ("residual", "diagonal", "scalar", "dense") for name in OPTIONS),
+    *(("mixing", backend, name) for backend in BACKENDS for name in {**OPTIONS, **FORGETFUL}),
+    *((SHUFFLE, backend, name) for backend in BACKENDS for name in ("paper", "robust", "robust schedule-free")),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_the_estimate_is_what_the_state_takes(family, name, backend, dtype):
-    options = {**OPTIONS, **OF_MIXING}[name]
+@pytest.mark.parametrize(("family", "backend", "name"), CASES, ids=str)
+def test_the_estimate_is_what_the_state_takes(family, backend, name, dtype):
+    options = {**OPTIONS, **FORGETFUL}[name]
     x = parameter(150, dtype=dtype)
-    of_mixing = {"mixing": options["mixing"]} if family == "mixing" and "mixing" in options else {}
-    others = {key: value for key, value in options.items() if key != "mixing"}
-    opt = LODO([x], preconditioner=family, backend=backend, lr=1e-3, **of_mixing, **others)
+    opt = LODO([x], preconditioner=family, backend=backend, lr=1e-3, **options)
     x.grad = torch.ones(150, dtype=dtype)
     opt.step()
     opt.step()
-    estimate = memory_estimate(150, family, backend=backend, dtype=dtype, **of_mixing, **others)
+    needed = memory_estimate(150, family, backend=backend, dtype=dtype, **options)
     counted = taken(opt)
-    fused = family == "mixing" and backend == "numba"
+    fused = isinstance(network(opt).engine, NumbaMixing)
+    assert fused == (backend == "numba")
     for field in ("theta", "moments", "indices"):
-        assert getattr(estimate, field) == counted[field]
+        assert getattr(needed, field) == counted[field]
     passing = "gate" in opt._state(0) and not fused  # what is fed, made during a step
-    assert estimate.vectors == counted["vectors"] + passing * x.nbytes
+    assert needed.vectors == counted["vectors"] + passing * x.nbytes
     if fused:
         saved = options.get("save_activations", True)
-        assert (estimate.activations, estimate.work) == (
+        assert (needed.activations, needed.work) == (
             (counted["activations"], 0) if saved else (0, counted["activations"])
         )
     else:
-        assert estimate.activations == 0
-        assert estimate.work >= counted["theta"]  # the hypergradient at least
-    assert estimate.total == sum(estimate)
-    assert estimate.resting == estimate.total - estimate.work
-    assert estimate == opt._estimate(0)
+        assert needed.activations == 0
+        assert needed.work >= counted["theta"]  # the hypergradient at least
+    assert needed.total == sum(needed)
+    assert needed.resting == needed.total - needed.work
+    assert needed == opt._groups[0].estimate(opt.param_groups[0])
 
 
-@pytest.mark.parametrize(("mixing", "indices"), [("random", 16 * 2 * 4), ("shuffle", 0), ("permuted-shuffle", 4)])
-def test_indices_by_mixing(mixing, indices):
+@pytest.mark.parametrize(("mixing", "indices"), [("random", 16 * 2 * 4), ("shuffle", 0)])
+def test_indices_by_mixing(mixing, indices, backend):
     n = 94_696
-    assert memory_estimate(n, mixing=mixing).indices == pytest.approx(indices * n, rel=1e-3)
+    assert memory_estimate(n, Mixing(mixing=mixing), backend=backend).indices == pytest.approx(indices * n, rel=1e-3)
 
 
 def test_what_stays_between_steps_can_be_1100_bytes_a_parameter():
     n = 94_696
-    small = memory_estimate(n, mixing="shuffle", moment_dtype=torch.bfloat16, save_activations=False, backend="numba")
+    small = memory_estimate(n, SHUFFLE, meta_optimizer=ROUNDED, save_activations=False, backend="numba")
     assert small.resting <= 1100 * n
     assert small.theta == small.moments == pytest.approx(512 * n, rel=1e-3)
     assert small.indices == small.activations == 0
-    assert memory_estimate(n, **ROBUST, backend="numba").resting <= 1100 * n
+    assert memory_estimate(n, SHUFFLE, **ROBUST, backend="numba").resting <= 1100 * n
     assert memory_estimate(n, backend="numba").resting > 2000 * n
-    assert f"work {memory.readable(small.work)}" in str(small)
+    assert f"work {estimate.readable(small.work)}" in str(small)
 
 
 def test_that_is_what_a_large_network_keeps():
     """Every array that outlives a step, counted: state, vectors, work arrays."""
     n = 9000
+    options = {"preconditioner": Mixing(4, mixing="shuffle"), "backend": "numba", **ROBUST}
     x = parameter(n, dtype=torch.float32)
-    opt = LODO([x], lr=1e-3, depth=4, guard=True, backend="numba", **ROBUST)
+    opt = LODO([x], lr=1e-3, guard=True, **options)
     for _ in range(3):
         x.grad = torch.randn(n)
         opt.step()
-    estimate = memory_estimate(n, depth=4, backend="numba", **ROBUST)
-    net, state = opt._network(0), opt._state(0)
+    needed = memory_estimate(n, **options)
+    net, state = network(opt), opt._state(0)
     assert net.engine._work._scratch is None
     tensors = {
         v.data_ptr(): v.nbytes for v in (*state.values(), net.g.vector, net.s.vector) if isinstance(v, torch.Tensor)
@@ -118,26 +126,26 @@ def test_that_is_what_a_large_network_keeps():
     arrays = [
         a for a in vars(net.engine._work).values() if isinstance(a, np.ndarray) and a is not net.engine._work._chunks
     ]
-    assert sum(tensors.values()) + sum(a.nbytes for a in arrays) == estimate.resting
-    kept = LODO([x], lr=1e-3, depth=4, backend="numba", **{**ROBUST, "save_activations": True})
+    assert sum(tensors.values()) + sum(a.nbytes for a in arrays) == needed.resting
+    kept = LODO([x], lr=1e-3, **{**options, "save_activations": True})
     kept.step()
-    assert sum(a.nbytes for a in kept._network(0).engine._work._scratch) >= estimate.work
+    assert sum(a.nbytes for a in network(kept).engine._work._scratch) >= needed.work
 
 
 def test_the_papers_count_of_weights():
     """128 n weights at the paper's setting, three times with Adam's moments, float32."""
     n = 94_696
-    estimate = memory_estimate(n, backend="numba")
-    assert estimate.theta == pytest.approx(128 * n * 4, rel=1e-3)
-    assert estimate.moments == 2 * estimate.theta
-    assert estimate.total / n < 2150
-    assert "MB" in str(estimate)
+    needed = memory_estimate(n, backend="numba")
+    assert needed.theta == pytest.approx(128 * n * 4, rel=1e-3)
+    assert needed.moments == 2 * needed.theta
+    assert needed.total / n < 2150
+    assert "MB" in str(needed)
 
 
 def test_a_state_that_cannot_fit_fails_at_once_with_the_numbers(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda device: 10_000_000)
+    monkeypatch.setattr(estimate, "available", lambda device: 10_000_000)
     with pytest.raises(
-        MemoryError, match=r"(?s)group 0 \(94,696 parameters, Mixing.*theta 48.5 MB.*10.0 MB.*depth"
+        MemoryError, match=r"(?s)group 0 \(94,696 parameters, mixing\).*theta 48.5 MB.*10.0 MB.*depth"
     ) as e:
         LODO([parameter(94_696, dtype=torch.float32)])
     assert "preconditioner='diagonal'" in str(e.value)
@@ -145,7 +153,7 @@ def test_a_state_that_cannot_fit_fails_at_once_with_the_numbers(monkeypatch):
 
 
 def test_groups_are_counted_together(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda device: 3_000_000)
+    monkeypatch.setattr(estimate, "available", lambda device: 3_000_000)
     one = parameter(1000, dtype=torch.float32)
     LODO([one])
     with pytest.raises(MemoryError, match="for the groups before it"):
@@ -161,12 +169,12 @@ def test_available_reads_the_container_limit(tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
     (tmp_path / "memory.stat").write_text("anon 100\nactive_file 50\ninactive_file 200\n")
-    assert memory._cgroup(tmp_path) == 850  # cached files can be dropped
+    assert estimate._cgroup(tmp_path) == 850  # cached files can be dropped
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._cgroup(tmp_path) is None
-    assert memory._cgroup(tmp_path / "nowhere") is None
-    assert memory.available(torch.device("cpu")) > 0
-    assert memory.available(torch.device("meta")) is None
+    assert estimate._cgroup(tmp_path) is None
+    assert estimate._cgroup(tmp_path / "nowhere") is None
+    assert estimate.available(torch.device("cpu")) > 0
+    assert estimate.available(torch.device("meta")) is None
 
 
 @pytest.mark.parametrize("value", [-1, 2.5, "many"])
@@ -180,7 +188,7 @@ def test_large_arrays_are_on_huge_pages_and_private():
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not smaps.exists() or not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("needs Linux with transparent huge pages")
-    a = memory.huge_zeros((64 << 20,), torch.uint8).fill_(1)
+    a = huge_zeros((64 << 20,), torch.uint8).fill_(1)
     start = a.data_ptr()
     mapping = next(
         block
@@ -193,7 +201,7 @@ def test_large_arrays_are_on_huge_pages_and_private():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_does_not_write_into_its_parents_state():
-    a = memory.huge_zeros((8 << 20,), torch.uint8)
+    a = huge_zeros((8 << 20,), torch.uint8)
     pid = os.fork()
     if pid == 0:
         a.numpy()[:] = 7
@@ -204,7 +212,7 @@ def test_a_forked_process_does_not_write_into_its_parents_state():
 
 @pytest.mark.parametrize("shape", [(3,), (2000, 1000), (5, 1024, 300)])
 def test_huge_zeros_is_an_ordinary_tensor(shape):
-    a = memory.huge_zeros(shape, torch.float64)
+    a = huge_zeros(shape, torch.float64)
     assert a.shape == shape
     assert not a.any()
     a.fill_(1)
