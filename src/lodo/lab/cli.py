@@ -359,7 +359,9 @@ def tune(
                     scheduler=scheduler,
                 )
             written = write_outcome(outcome, address, out / "tune" / search.name, console)
-            typer.echo(f"use them: lodo run {_experiment_of(search.task)} --hyperparameters {written}")
+            name = search.choice.optimizer
+            optimizers = "" if name in OPTIMIZERS else f" --optimizers {name}"  # no experiment has it by default
+            typer.echo(f"use them: lodo run {_experiment_of(search.task)}{optimizers} --hyperparameters {written}")
 
 
 @app.command(no_args_is_help=True)

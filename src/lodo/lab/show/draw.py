@@ -301,7 +301,7 @@ def save(drawing: Drawing, path: Path) -> list[Path]:
     for kind in ("png", "pdf"):
         buffer = io.BytesIO()
         drawing.savefig(buffer, format=kind)
-        target = path.with_suffix(f".{kind}")
+        target = path.with_name(f"{path.name}.{kind}")
         write_atomically(target, buffer.getvalue())
         written.append(target)
     return written
