@@ -79,6 +79,8 @@ def no_work(tmp_path, monkeypatch):
     tuned = tmp_path / "results" / "tune" / "NAME" / "tuned.toml"
     tuned.parent.mkdir(parents=True)
     tuned.write_text("[bowl]\nlodo = { lr = 0.1 }\n")
+    (own,) = [block for block in blocks("docs/extending.md", "python") if "class Valley(Task)" in block]
+    (tmp_path / "mymodule.py").write_text(own)
 
     def planned(experiment, request, out, **_):
         if find_task(experiment.task).dataset is None:
@@ -89,7 +91,7 @@ def no_work(tmp_path, monkeypatch):
     monkeypatch.setattr("lodo.lab.tuning.outcome.run_search", lambda search, *rest, **options: search.make_run(0, {
         space.parameter: space.start if space.kind == "rate" else 1 - space.start for space in search.spaces
     }))  # fmt: skip
-    monkeypatch.setattr("lodo.lab.tuning.report.write", lambda outcome, address, folder, console: folder)
+    monkeypatch.setattr("lodo.lab.tuning.report.write_outcome", lambda outcome, address, folder, console: folder)
     monkeypatch.setattr("lodo.lab.theory.parts.part", lambda name: lambda quick, seed: Finding(name, name, ()))
     monkeypatch.setattr("lodo.lab.run.read_weights", lambda path: ({"task": "mnist", "task_options": {}}, []))
     monkeypatch.setattr(
