@@ -43,7 +43,7 @@ Maker = Callable[[list[Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class ComparedRow(Row):
-    """A figure beside the lowest of its table."""
+    """A result, compared with the lowest of its table."""
 
     columns: ClassVar[tuple[str, ...]] = ("optimizer", "mean ± s.d.", "against the lowest", "seeds")
 
@@ -117,14 +117,14 @@ class Comparison(Experiment):
         return f"Lowest loss first: {', '.join(f'{name} {means[name]:.4g}' for name in order)}."
 
     def notes(self, request: Request, results: Results) -> list[str]:
-        return ["Every optimizer has the settings that it was given: a comparison is as fair as the tuning before it."]
+        return ["Tune every optimizer before you compare: otherwise you compare learning rates."]
 
     def about(self, request: Request) -> str:
         return f"{self.size(request)}. A step is one evaluation of the loss and its gradient."
 
 
 def tracked_columns(results: Results) -> list[str]:
-    """What tasks measured on the way."""
+    """The columns that tasks measured on the way."""
     every = (name for curves in results.values() for curve in curves for name in curve.columns)
     return [name for name in dict.fromkeys(every) if name not in ("step", *COLUMNS)]
 
@@ -163,7 +163,7 @@ def find_experiment(name: str) -> Experiment:
 
 @dataclass(frozen=True)
 class Compared:
-    """What came out of a comparison: rows of figures, the curves of every optimizer by seed, and the page."""
+    """The result of a comparison: the rows of its tables, the curves of each optimizer by seed, and the page."""
 
     rows: Sequence[Row]
     curves: Mapping[str, Sequence[Curve]]
@@ -259,7 +259,7 @@ def write_comparison(stored: StoredResults, page: Path, out: Path | None, consol
 
 @contextmanager
 def _known(task: str | type[Task] | Callable[[], Problem], threads: int) -> Iterator[str]:
-    """Let a task of the user's own be found by its name for a while."""
+    """Register a task of your own under its name while it is compared."""
     if isinstance(task, str):
         check_task(task)
         yield task
@@ -278,7 +278,7 @@ def _known(task: str | type[Task] | Callable[[], Problem], threads: int) -> Iter
 
 @contextmanager
 def _chosen(optimizers: str | Mapping[str, str | Maker]) -> Iterator[list[Choice]]:
-    """The choices that were named; optimizers of the user's own can be found for a while."""
+    """Choices for the optimizers, registering functions of your own while they are compared."""
     if isinstance(optimizers, str):
         yield parse(optimizers)
         return

@@ -1,4 +1,4 @@
-"""What every experiment is made of."""
+"""The parts that every experiment has: a request, a plan of runs, results, and the class that ties them together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     seeds: int
     choices: tuple[Choice, ...]
     task_options: Mapping[str, Any] = field(default_factory=dict)
-    hyperparameters: str | None = None  # the file they are from, if they are not the paper's
+    hyperparameters: str | None = None  # the file they were read from; None for the paper's
 
     def __post_init__(self) -> None:
         check_int("seeds", self.seeds, low=1)
@@ -76,11 +76,11 @@ class Experiment(ABC):
     """
 
     optimizers: str  # as on the command line
-    tracks: ClassVar[bool] = True  # whether it shows what tasks measure on the way
+    tracks: ClassVar[bool] = True  # whether tasks measure anything on the way
     quick_task: ClassVar[Mapping[str, Any]] = {}  # options of the task that belong to the quick size
     pictures: ClassVar[tuple[str, ...]] = ()  # the names of the figures that `draw_pictures` may make
-    row: ClassVar[type[Row]] = Row  # of its table
-    least: ClassVar[int] = 1  # runs that a cell must have to be shown
+    row: ClassVar[type[Row]] = Row  # the kind of rows in its table
+    least: ClassVar[int] = 1  # finished runs that a cell needs to be shown
 
     def __init__(self, entry: Entry) -> None:
         self.name = entry.name
@@ -101,7 +101,7 @@ class Experiment(ABC):
         task_options: Mapping[str, Any] | None = None,
         hyperparameters: Path | None = None,
     ) -> Request:
-        """What was asked for, and the paper's setting for what was left open."""
+        """A request, with the experiment's own settings for whatever is left as None."""
         size = self.quick if quick else self.full
         if evaluations is None and seconds is None:
             evaluations = size.evaluations
@@ -117,7 +117,7 @@ class Experiment(ABC):
 
     @property
     def named(self) -> Mapping[str, Choice]:
-        """Choices that have names of their own in this experiment, beside the optimizers that all know."""
+        """Choices that only this experiment knows by name."""
         return {}
 
     def parse(self, optimizers: str) -> list[Choice]:
@@ -154,18 +154,18 @@ class Experiment(ABC):
 
     @abstractmethod
     def sentence(self, rows: Sequence[Row]) -> str:
-        """What was shown, in one sentence."""
+        """The result in one sentence."""
 
     def notes(self, request: Request, results: Results) -> list[str]:
-        """What a reader of the table must know."""
+        """Remarks below the table."""
         return []
 
     def needs(self, request: Request) -> list[str]:
-        """What must be known before anything is run, such as the memory that a run takes."""
+        """What the user should know before anything is run, such as the memory that a run takes."""
         return []
 
     def size(self, request: Request) -> str:
-        """How much was run, and of which task if it is not the paper's."""
+        """The size of a request in words, with the task options that differ from the paper's."""
         length = f"{request.evaluations:,} steps" if request.evaluations else f"{request.seconds:g} s of training"
         changed = "".join(f", {name} = {value}" for name, value in request.task_options.items())
         return f"{length}, {request.seeds} seed{'s' if request.seeds > 1 else ''}{changed}"
@@ -205,18 +205,18 @@ class Experiment(ABC):
 
 
 def _plain(value: Any) -> Any:
-    """A value as the command line takes it; JSON has made lists of tuples."""
+    """A value as the command line takes it: JSON has turned tuples into lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def environments(results: Results) -> list[dict[str, str]]:
-    """What the curves were made with: one entry, unless some were made earlier or elsewhere."""
+    """Versions and machines of the curves: one entry, unless some were made earlier or elsewhere."""
     every = [dict(curve.environment) for curves in results.values() for curve in curves]
     return [made for i, made in enumerate(every) if made not in every[:i]]
 
 
 def digest_of(request: Request, dataset: str) -> str:
-    """Of the data that a request is for: those that it names, else those that are there."""
+    """The digest of the data for a request: the one it names, or else that of the data in use."""
     return str(request.task_options.get("digest") or data.load(dataset).digest)
 
 

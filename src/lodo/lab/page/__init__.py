@@ -1,1 +1,1 @@
-"""The HTML page: what a folder of results holds, as sections with tables and interactive plots."""
+"""The HTML page: a folder of results as sections with tables and interactive plots."""

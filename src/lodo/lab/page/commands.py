@@ -1,4 +1,4 @@
-"""The command line that makes a result again."""
+"""The commands that repeat a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lodo.lab.tuning import CONFIRM
 
 
 def run_command(experiment: Experiment, request: Request | None, out: Path, results: Results) -> str:
-    """What to type for this experiment with this request; at the paper's size if there is none.
+    """The command for an experiment with a request; without a request, at full size.
 
     >>> from lodo.lab.experiments import load
     >>> bowl = load("bowl")
@@ -38,7 +38,7 @@ def run_command(experiment: Experiment, request: Request | None, out: Path, resu
 
 
 def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:
-    """What to type for a part of the theory.
+    """The command for a part of the theory.
 
     >>> theory_command("saddle", {"quick": True, "seed": 0}, Path("results"))
     'lodo theory saddle --quick'
@@ -49,7 +49,7 @@ def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:
 
 
 def tune_command(search: Any, out: Path, confirm: Any = CONFIRM) -> str:
-    """What to type for a search, from the settings in its summary and the seeds of its finals."""
+    """The command for a search, from the settings in its summary and the number of seeds in its finals."""
     search = search if isinstance(search, Mapping) else {}
     choice, task = search.get("choice", {}), str(search.get("task", "TASK"))
     given, optimizer = spelled(choice.get("options", {})), str(choice.get("optimizer", "NAME"))
@@ -78,7 +78,7 @@ def _schedule(found: Any, task: str) -> list[str]:
 
 
 def _space(found: Any, optimizer: str, fixed: Mapping[str, Any]) -> list[str]:
-    """Nothing if it is the optimizer's own, without what was fixed."""
+    """The option for a search space; none if it is the optimizer's usual one without the fixed options."""
     from lodo.lab.tuning.space import find_spaces
 
     every = found if isinstance(found, list) else []
@@ -107,7 +107,7 @@ def spelled(options: Mapping[str, Any]) -> str:
 
 
 def quoted(words: Iterable[str]) -> str:
-    """Words as a shell takes them."""
+    """Words, quoted for a shell."""
     return " ".join(map(shlex.quote, words))
 
 
@@ -116,7 +116,7 @@ def _out(out: Path) -> list[str]:
 
 
 def is_quick(experiment: Experiment, request: Request) -> bool:
-    """Whether it is the experiment's small variant."""
+    """Whether a request is for the experiment's quick size."""
     small = experiment.quick_task.items() <= dict(request.task_options).items()
     return request.evaluations == experiment.quick.evaluations and small and experiment.quick != experiment.full
 
@@ -138,7 +138,7 @@ def _task_options(experiment: Experiment, request: Request) -> dict[str, Any]:
 
 
 def _same_choices(experiment: Experiment, request: Request) -> bool:
-    """Whether they are the experiment's own; a file of hyperparameters changes settings, and is named by itself."""
+    """Whether a request has the usual optimizers; a file of hyperparameters only changes their settings."""
     usual, asked = experiment.parse(experiment.optimizers), list(request.choices)
     if request.hyperparameters:
         return [experiment.spell(choice) for choice in usual] == [experiment.spell(choice) for choice in asked]

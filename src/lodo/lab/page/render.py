@@ -30,13 +30,13 @@ class Picture:
 
     @property
     def address(self) -> str:
-        """The picture itself, as an address."""
+        """The file as a data address."""
         return f"data:image/png;base64,{base64.b64encode(self.path.read_bytes()).decode()}"
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that is not there, and the command that makes it."""
+    """Something that is missing, and the command that makes it."""
 
     text: str
     command: str
@@ -56,10 +56,10 @@ class Section:
         words: further text, from Markdown.
         figures: interactive figures, as `lodo.lab.show.interactive.as_json` makes them.
         pictures: images that are shown as they are.
-        notes: what a reader of the tables must know.
-        gaps: what is missing.
+        notes: remarks below the tables.
+        gaps: whatever is missing.
         command: the command that repeats it.
-        made_with: versions and machines of its runs.
+        made_with: the versions and machines of its runs.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Section:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to see yet."""
+        """Whether there is nothing to show yet."""
         return not (self.rows or self.figures or self.pictures or self.words)
 
     @property
@@ -109,7 +109,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section], source: str)
         path: the file.
         title: its heading.
         sections: its parts, in order.
-        source: what it was made from, in words.
+        source: where its data came from, in a sentence.
     """
     write_atomically(path, render_page(title, sections, source).encode())
 
@@ -137,7 +137,7 @@ def render_page(title: str, sections: Sequence[Section], source: str) -> str:
 
 
 def packed(text: str) -> str:
-    """Text compressed, in characters that need no escaping.
+    """Compressed text, in characters that need no escaping.
 
     >>> gzip.decompress(base64.b64decode(packed("</script>"))).decode()
     '</script>'

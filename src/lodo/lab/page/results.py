@@ -63,7 +63,7 @@ def read_results(experiment: Experiment, folder: Path) -> StoredResults:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """A summary.json, or None if there is none that can be read."""
+    """A JSON file, or None if it is not there or cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -97,7 +97,7 @@ def _rows(experiment: Experiment, rows: Any) -> list[Row]:
 
 
 def _curves(experiment: Experiment, request: Request, runs: Path) -> tuple[Results, list[Run]]:
-    """The curves of every cell up to its first seed that is not there, and the runs that are not."""
+    """The curves of every cell up to its first missing seed, and the missing runs."""
     most: tuple[Results, list[Run]] = ({}, [])
     for plan in _plans(experiment, request, runs):
         results: dict[Cell, list[Curve]] = {}
@@ -124,7 +124,7 @@ def _until_missing(curves: Sequence[Curve | None]) -> list[Curve]:
 
 
 def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Plan]:
-    """What would be run, with each of the data sets that runs in the folder were made with."""
+    """The plan of a request, for each of the data sets that runs in the folder were made with."""
     if find_task(experiment.task).dataset is None:
         yield experiment.plan(request)
         return

@@ -1,4 +1,4 @@
-"""From a folder of results to the sections of the page."""
+"""Makes the sections of the page from a folder of results."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _summary_made_with(experiment: Experiment, folder: Path) -> list[dict[str, s
 
 
 def theory_section(name: str, folder: Path) -> Section:
-    """A part of the theory: its claims, what was found, and its figures."""
+    """A part of the theory: its claims, the evidence and the figures."""
     home = folder / "theory" / name
     summary = read_summary(home / "summary.json")
     text = home / "text.md"

@@ -1,1 +1,1 @@
-"""From curves to tables and figures."""
+"""Tables and figures: described as plain data, drawn by Matplotlib and by the page."""

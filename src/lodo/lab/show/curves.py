@@ -1,4 +1,4 @@
-"""From the curves of runs to lines: means and spreads over seeds, thinned for display but never in the files."""
+"""Turns the curves of runs into lines: means and spreads over seeds, thinned for display."""
 
 from __future__ import annotations
 

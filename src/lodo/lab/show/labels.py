@@ -1,4 +1,4 @@
-"""Labels of points that do not cover each other."""
+"""Places labels beside points so that they do not cover each other."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Point(NamedTuple):
 def label_points(axes: Axes, points: Sequence[Point], *, avoid: Sequence[Artist] = (), fontsize: float = 7.5) -> None:
     """Write every point's label beside it, further away with a thin line where there is no room.
 
-    The limits and scales of the axes must be final. The most crowded points are served first; what is to be avoided,
-    such as a legend or a level line, is kept free too.
+    The limits and scales of the axes must be final. The most crowded points come first. Artists to avoid, such as a
+    legend or a level line, are kept free too.
     """
     figure = axes.figure
     figure.draw_without_rendering()  # type: ignore[union-attr]  # lays the axes out
@@ -50,7 +50,7 @@ def label_points(axes: Axes, points: Sequence[Point], *, avoid: Sequence[Artist]
 def find_room(
     place: tuple[float, float], size: tuple[float, float], taken: Iterable[Bbox], inside: Bbox, dot: float = 1.0
 ) -> tuple[float, Bbox]:
-    """The nearest box of this size beside a place that covers nothing taken, or else the one that covers least.
+    """The nearest box of this size beside a place that covers nothing, or else the one that covers least.
 
     >>> taken = [Bbox.from_extents(-4, -4, 4, 4), Bbox.from_extents(5, -4, 90, 4)]
     >>> distance, box = find_room((0, 0), (20, 6), taken, Bbox.from_extents(-100, -100, 100, 100))

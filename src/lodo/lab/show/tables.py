@@ -1,4 +1,4 @@
-"""Rows of figures beside the paper's, for people and for machines."""
+"""Tables of results beside the paper's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Paper = tuple[float | None, float | None]  # mean and standard deviation, where 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: the mean over seeds that did not diverge, and their spread.
+    """One result: the mean over the seeds that did not diverge, and their standard deviation.
 
-    An experiment with more to show has a subclass with further fields, its own ``columns`` and its own `cells`.
+    An experiment with more to show has a subclass with further fields, ``columns`` and `cells`.
     """
 
     columns: ClassVar[tuple[str, ...]] = ("optimizer", "ours", "paper", "difference", "seeds")
@@ -37,17 +37,17 @@ class Row:
 
     @property
     def section(self) -> str:
-        """The heading under which the row stands in its table, if there are any."""
+        """The heading above the row in its table; empty for none."""
         return ""
 
     @property
     def ours(self) -> str:
-        """The figure as text."""
+        """The result as text."""
         return with_spread(self.mean, self.std) if self.mean is not None else "diverged"
 
     @property
     def runs(self) -> str:
-        """The number of seeds as text, and of those that diverged."""
+        """The number of seeds, and how many of them diverged, as text."""
         return str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged and self.mean is not None else "")
 
     @property
@@ -59,7 +59,7 @@ class Row:
             difference = f"{decades:+.1f} decades" if self.metric.startswith("log10") else f"{100 * ratio:+.1f} %"
         paper = with_spread(self.paper_mean, self.paper_std)
         if self.paper_mean is not None and self.paper_std is None:
-            paper = f"{self.paper_mean:.7g}"  # as printed
+            paper = f"{self.paper_mean:.7g}"  # as the paper prints it
         return self.optimizer, self.ours, paper, difference, self.runs
 
 
@@ -97,12 +97,12 @@ def with_spread(middle: float | None, spread: float | None) -> str:
 
 
 def by_metric(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows in the order given, in one table for each metric."""
+    """Rows in one table for each metric, in their order."""
     return [(metric, list(group)) for metric, group in groupby(rows, key=lambda row: row.metric)]
 
 
 def by_section(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows in the order given, under their headings."""
+    """Rows below their headings, in their order."""
     return [(section, list(group)) for section, group in groupby(rows, key=lambda row: row.section)]
 
 

@@ -1,4 +1,4 @@
-"""The paper's Figure 1, drawn from a network that is really there: permutations as wires, blocks by their weights."""
+"""The paper's Figure 1, drawn from a real network: permutations as wires, blocks as small pictures of their weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LARGEST = 64  # hidden numbers that a drawing can hold
 
 
 def draw_network(optimizer: LODO, group: int = 0) -> Figure:
-    """The mixing network of a group from its input to its output, with the weights it has now.
+    """Draw the mixing network of a group from its input to its output, with its current weights.
 
-    What the first input reaches is in blue: after a few layers that is everything.
+    Blue wires carry the first input: after a few layers it has reached everything.
 
     Args:
-        optimizer: with the paper's preconditioner, small enough to be drawn.
+        optimizer: one with the paper's preconditioner that is small enough to be drawn.
         group: which of its parameter groups.
 
     Example:

@@ -19,8 +19,8 @@ class Claim:
 
     Args:
         text: the statement, in a sentence.
-        holds: whether it did, everywhere it was checked within its conditions.
-        evidence: the figures that show it.
+        holds: whether it held wherever it was checked within its conditions.
+        evidence: the numbers that show it.
         limits: where it stops holding, or what it does not say; may be empty.
     """
 

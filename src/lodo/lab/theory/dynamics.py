@@ -35,7 +35,7 @@ def recursion(H: Matrix, alpha: float, A: Matrix, b: np.ndarray, s: np.ndarray) 
         alpha: the meta-learning rate.
         A: A_0.
         b: b_0.
-        s: the noise, one row a step.
+        s: the noise, one row for each step.
     """
     every_A, every_b = np.empty((len(s) + 1, *A.shape)), np.empty((len(s) + 1, len(b)))
     every_A[0], every_b[0] = A, b
@@ -60,7 +60,7 @@ def frozen_recursion(H: Matrix, alpha: float, A: Matrix, b: np.ndarray, s: np.nd
 
 
 def optimizer(H: Matrix, alpha: float, b: np.ndarray, s: np.ndarray) -> Trajectory:
-    """The same by the optimizer itself: a dense G from the identity, an SGD meta-optimizer, no momentum."""
+    """The trajectory of LODO itself, with a dense G from the identity, an SGD meta-optimizer and no momentum."""
     hessian = torch.from_numpy(H)
     x = torch.nn.Parameter(torch.from_numpy(b.copy()))
     best = torch.zeros_like(x)
@@ -72,7 +72,7 @@ def optimizer(H: Matrix, alpha: float, b: np.ndarray, s: np.ndarray) -> Trajecto
         best += torch.from_numpy(noise)
         every_b.append((x.detach() - best).numpy().copy())
         every_A.append(np.eye(len(b)) - opt.preconditioner_matrix().numpy() @ H)
-    # A_t is learned at the step after the one that b_t is found by: the first one teaches nothing
+    # A_t is learned one step after b_t is reached, and the first step learns nothing
     x.grad = hessian @ (x.detach() - best)
     opt.step()
     every_A.append(np.eye(len(b)) - opt.preconditioner_matrix().numpy() @ H)
@@ -90,7 +90,7 @@ def velocity(H: Matrix, A: Matrix, sigma: Matrix) -> Matrix:
 
 
 def flow(H: Matrix, A: Matrix, sigma: Matrix, times: np.ndarray) -> np.ndarray:
-    """Equation 10 from A on, at these times (which are alpha t for a trajectory)."""
+    """Solve Equation 10, starting at A, and return the solution at these times (alpha t for a trajectory)."""
     n = len(A)
     solved = solve_ivp(
         lambda _, a: velocity(H, a.reshape(n, n), sigma).ravel(),
@@ -107,7 +107,7 @@ def flow(H: Matrix, A: Matrix, sigma: Matrix, times: np.ndarray) -> np.ndarray:
 
 
 def scaled_error(H: Matrix, A: np.ndarray) -> np.ndarray:
-    """``||B D^-1||_F``, which the flow never lets grow; for one A or a stack of them.
+    """``||B D^-1||_F``, which never grows along the flow; for one A or a stack of them.
 
     As B D^-1 = U^T A H^-1 U, it is the norm of A H^-1.
     """
@@ -117,7 +117,7 @@ def scaled_error(H: Matrix, A: np.ndarray) -> np.ndarray:
 def mean_trajectory(
     H: Matrix, alpha: float, A: Matrix, sigma: float, times: np.ndarray, seeds: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A of Equations 5 and 6 at the steps nearest to times / alpha: the mean over seeds, and its standard error."""
+    """The mean over seeds of A in Equations 5 and 6, at the steps nearest to times / alpha, and its standard error."""
     n = len(A)
     every, b, HH = np.repeat(A[None], seeds, 0), np.zeros((seeds, n)), H @ H
     wanted = {round(float(time) / alpha): i for i, time in enumerate(times)}
@@ -133,7 +133,7 @@ def mean_trajectory(
 
 @dataclass(frozen=True)
 class Bound:
-    """The proof's bound on ``||A_t - A'_t||_2``, and where it claims to hold.
+    """The proof's bound on ``||A_t - A'_t||_2``, and how far it is claimed to hold.
 
     Args:
         H: the Hessian.
@@ -158,23 +158,23 @@ class Bound:
 
     @property
     def R(self) -> float:  # noqa: N802  # the paper's letter
-        """How long a trajectory, r = alpha t, it is claimed for."""
+        """The largest r = alpha t for which the bound is claimed."""
         return 4 / 27 * (1 - float(np.linalg.norm(self.A, 2))) / self.speed - self.alpha
 
     def __call__(self, r: np.ndarray) -> np.ndarray:
-        """At r = alpha t."""
+        """The bound at r = alpha t."""
         return np.asarray(self.speed * r**2 / (2 * self.R) * (2 + r / (2 * self.R)))
 
 
 def in_ball(radius: float, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """Bounded noise: uniform in a ball, one vector a row."""
+    """Bounded noise, drawn uniformly from a ball: one vector in each row."""
     direction = rng.standard_normal(shape)
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
     return np.asarray(direction * radius * rng.uniform(size=(shape[0], 1)) ** (1 / shape[1]))
 
 
 def halving_time(H: Matrix, A: Matrix, sigma: Matrix) -> float:
-    """How long the flow takes to halve ``||B D^-1||_F``."""
+    """The time that the flow takes to halve ``||B D^-1||_F``."""
     start, n = scaled_error(H, A), len(A)
 
     def left(_: float, a: np.ndarray) -> float:
@@ -194,7 +194,7 @@ def halving_time(H: Matrix, A: Matrix, sigma: Matrix) -> float:
 
 
 def run(quick: bool = False, seed: int = 0) -> Finding:
-    """All claims of Section 4.1 and its appendix."""
+    """Check the claims of Section 4.1 and its appendix."""
     rng = np.random.default_rng(seed)
     H = symmetric(np.linspace(0.3, 1.2, 4 if quick else 6), rng)
     A, n = np.eye(len(H)) - H, len(H)  # G starts as the identity

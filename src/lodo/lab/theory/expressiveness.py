@@ -18,7 +18,7 @@ _COLORS = {4: BLUES[1], 6: BLUE, 8: ORANGE, 10: GREEN}
 
 
 class Mixed(NamedTuple):
-    """How well random pairings mix nt elements, by depth from 1 on."""
+    """How well random pairings mix nt elements, for depths 1, 2, ..."""
 
     nt: int
     epsilon: np.ndarray  # Definition 4.1
@@ -33,7 +33,7 @@ class Mixed(NamedTuple):
 
 
 def mix(nt: int, depth: int, samples: int, rng: np.random.Generator, exact: int = 0) -> Mixed:
-    """Epsilon, exact up to a depth and estimated from random sequences beyond."""
+    """Epsilon by depth: exact up to depth ``exact``, and estimated from random sequences beyond it."""
     gaps, reached = sampled_epsilon(nt, depth, samples, rng)
     epsilon, error = gaps.mean(0), gaps.std(0, ddof=1) / math.sqrt(samples)
     fraction, whole = reached.mean(0), (reached == 1).mean(0)
@@ -44,7 +44,7 @@ def mix(nt: int, depth: int, samples: int, rng: np.random.Generator, exact: int 
 
 
 def falling(mixed: Mixed) -> np.ndarray:
-    """Which depths a fit may use: where less than a third of the entropy is missing, well above rounding and chance."""
+    """The depths for a fit: less than a third of the entropy is missing, and epsilon is well above its error."""
     most = math.log(math.factorial(mixed.nt))
     return np.asarray((mixed.epsilon > 1e-9) & (mixed.epsilon < most / 3) & (mixed.error < 0.4 * mixed.epsilon))
 
@@ -57,7 +57,7 @@ def fit(mixed: Mixed) -> tuple[float, float]:
 
 
 def routing_success(nt: int, depth: int, tries: int, rng: np.random.Generator) -> float:
-    """How often a random permutation can be made by layers with random permutations."""
+    """How often layers with random permutations can produce a random permutation."""
     found = 0
     for _ in range(tries):
         layers = np.stack([rng.permutation(nt) for _ in range(depth)])
@@ -66,7 +66,7 @@ def routing_success(nt: int, depth: int, tries: int, rng: np.random.Generator) -
 
 
 def sparse_matrix(nt: int, k: int, rng: np.random.Generator) -> Matrix:
-    """At most nt weights, at most k in each row and column, and k in one of each.
+    """A random matrix with at most nt weights, at most k in each row and column, and k in one of each.
 
     >>> F = sparse_matrix(8, 4, np.random.default_rng(0))
     >>> int((F != 0).sum()), int((F != 0).sum(0).max()), int((F != 0).sum(1).max())
@@ -85,7 +85,7 @@ def sparse_matrix(nt: int, k: int, rng: np.random.Generator) -> Matrix:
 
 
 def permutations_needed(k: int) -> int:
-    """How many permutations `represent` needs for a matrix with fans up to k.
+    """The number of permutations that `represent` needs for a matrix with fans up to k.
 
     >>> [permutations_needed(k) for k in (1, 2, 3, 4)]
     [1, 3, 5, 5]
@@ -94,7 +94,7 @@ def permutations_needed(k: int) -> int:
 
 
 def random_layers(nt: int, depth: int, rng: np.random.Generator) -> torch.Tensor:
-    """P_1 to P_N."""
+    """Random permutations P_1 to P_N."""
     return torch.from_numpy(np.stack([rng.permutation(nt) for _ in range(depth)]))
 
 
@@ -105,7 +105,7 @@ def preconditioner(blocks: torch.Tensor, permutations: torch.Tensor, n: int) -> 
 
 
 def run(quick: bool = False, seed: int = 0) -> Finding:
-    """All claims of Section 4.3."""
+    """Check the claims of Section 4.3."""
     rng = np.random.default_rng(seed)
     mixing = [
         mix(4, 12, 400 if quick else 4000, rng, exact=6 if quick else 8),

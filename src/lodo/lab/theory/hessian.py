@@ -31,7 +31,7 @@ class Learned:
 
     @property
     def spectrum(self) -> np.ndarray:
-        """The eigenvalues of G H, which are 1 for a perfect G, from the largest on."""
+        """The eigenvalues of G H, largest first; they are all 1 for a perfect G."""
         L = np.linalg.cholesky(self.H)
         return np.asarray(np.linalg.eigvalsh(L.T @ ((self.G + self.G.T) / 2) @ L)[::-1])
 
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 def learn(case: Case, steps: int, points: int, *, seed: int, n: int = 100) -> Learned:
-    """Train on a bowl and look at G on the way, at steps in geometric progression."""
+    """Train on a bowl and measure sigma at steps in geometric progression."""
     with threads(1):
         bowl = Bowl(seed, n=n, condition=case.condition)
         opt = LODO(bowl.params, seed=seed, preconditioner=case.network, **_TUNED)
@@ -70,7 +70,7 @@ def learn(case: Case, steps: int, points: int, *, seed: int, n: int = 100) -> Le
 
 
 def run(quick: bool = False, seed: int = 0) -> Finding:
-    """Sigma for some spectra, depths, block sizes and widths; the spectrum of G H; a picture of G."""
+    """Measure sigma for some spectra, depths, block sizes and widths; show the spectrum of G H and G itself."""
     steps, points = (3_000, 8) if quick else (50_000, 16)
     variants = {
         "condition number": {f"{c:g}": Case(condition=c) for c in (10.0, 100.0, 1000.0)},
@@ -126,7 +126,7 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
 
 
 def _sigma_figure(learned: dict[str, dict[str, Learned]]) -> Figure:
-    """Sigma over the run, one panel for what is varied."""
+    """Sigma over the run, with one panel for each thing that is varied."""
     panels = []
     for what, cases in learned.items():
         lines = [

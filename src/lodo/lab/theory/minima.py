@@ -23,7 +23,7 @@ def distance(G: Tensor, H: Tensor) -> Tensor:
 
 
 def descend(family: Family, start: np.ndarray, H: Matrix, steps: int) -> float:
-    """The distance where descent from a start ends: gradient descent with a line search and memory (L-BFGS)."""
+    """The distance at which descent from a start ends; the method is L-BFGS."""
     hessian = torch.from_numpy(H)
 
     def value(theta: np.ndarray) -> tuple[float, np.ndarray]:
@@ -74,7 +74,7 @@ def orthogonal_start(depth: int, n: int, rng: np.random.Generator) -> np.ndarray
 
 
 def run(quick: bool = False, seed: int = 0) -> Finding:
-    """The claim of the appendix, for three families."""
+    """Check the claim of the appendix for three families."""
     rng = np.random.default_rng(seed)
     n, starts, steps = (4, 8, 600) if quick else (6, 40, 3000)
     H = symmetric(np.geomspace(0.3, 3.0, n), rng)

@@ -89,12 +89,12 @@ class Group:
         return p
 
     def support(self, sequence: list[Pairing]) -> int:
-        """How many permutations some choice of swaps makes."""
+        """The number of permutations that some choice of swaps produces."""
         return int((self.distribution(sequence) > 0).sum())
 
 
 def entropy(p: np.ndarray) -> float:
-    """In nats."""
+    """The entropy of a distribution in nats."""
     q = p[p > 0]
     return float(-(q * np.log(q)).sum())
 
@@ -124,7 +124,7 @@ def exact_epsilon(nt: int, depth: int) -> tuple[list[float], list[float]]:
 
 
 def sampled_epsilon(nt: int, depth: int, samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The same for random sequences: one row a sequence, one column a depth."""
+    """The same for random sequences of pairings: one row for each sequence, one column for each depth."""
     group = Group(nt)
     gaps, reached = np.empty((samples, depth)), np.empty((samples, depth))
     for i in range(samples):

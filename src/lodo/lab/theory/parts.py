@@ -19,6 +19,6 @@ class Part(Protocol):
 
 
 def part(name: str) -> Part:
-    """One of `PARTS`; its libraries are imported only now."""
+    """Import one of `PARTS`."""
     run: Part = import_module(f"lodo.lab.theory.{name}").run
     return run

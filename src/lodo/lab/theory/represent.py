@@ -23,7 +23,7 @@ _KEEP, _SWAP = np.eye(2), np.array([[0.0, 1.0], [1.0, 0.0]])
 
 @dataclass(frozen=True)
 class Represented:
-    """What `represent` found.
+    """The result of `represent`.
 
     Args:
         blocks: (N, nt / 2, 2, 2), the blocks of every layer in order: theta in its natural form.
@@ -202,7 +202,7 @@ def route(target: np.ndarray, permutations: np.ndarray, rng: np.random.Generator
 
 
 def _swapped(rows: np.ndarray, swaps: np.ndarray) -> np.ndarray:
-    """Rows with their pairs swapped where told."""
+    """Rows with the chosen pairs swapped."""
     nt = rows.shape[1]
     order = np.arange(nt).reshape(-1, 2)
     order[swaps] = order[swaps][:, ::-1]
@@ -214,7 +214,7 @@ def _patterns(pairs: int) -> np.ndarray:
 
 
 def _all_swaps(start: np.ndarray, permutations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What all swaps of these layers make of a list, one row each, and the swaps, (rows, layers, pairs)."""
+    """Every list that these layers can make of ``start``, one in each row, and the swaps (row, layer, pair)."""
     rows, pairs = start[None], len(start) // 2
     told = np.zeros((1, 0, pairs), dtype=bool)
     patterns = _patterns(pairs)
@@ -225,7 +225,7 @@ def _all_swaps(start: np.ndarray, permutations: np.ndarray) -> tuple[np.ndarray,
 
 
 def _all_swaps_back(target: np.ndarray, permutations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From which lists these layers can make the target, one row each, and the swaps that do."""
+    """Every list from which these layers can make the target, one in each row, and the swaps that do it."""
     rows, pairs = target[None], len(target) // 2
     told = np.zeros((1, 0, pairs), dtype=bool)
     patterns = _patterns(pairs)
@@ -237,7 +237,7 @@ def _all_swaps_back(target: np.ndarray, permutations: np.ndarray) -> tuple[np.nd
 
 
 def _meet(rows: np.ndarray, others: np.ndarray) -> tuple[int, int] | None:
-    """Where the two have a row in common."""
+    """The places of a row that both have; None if they share none."""
     a, b = (np.ascontiguousarray(r.astype(np.uint8)).view(f"V{r.shape[1]}").ravel() for r in (rows, others))
     common, first, second = np.intersect1d(a, b, return_indices=True)
     return (int(first[0]), int(second[0])) if len(common) else None

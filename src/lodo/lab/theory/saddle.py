@@ -25,7 +25,9 @@ class Escape(NamedTuple):
 
 
 def negative_eigenvalue(G: Matrix, H: Matrix) -> Escape:
-    """Of G H, through the symmetric matrix L^T H L with G = L L^T, which has the same eigenvalues.
+    """The most negative eigenvalue of G H.
+
+    It is found from the symmetric matrix L^T H L with G = L L^T, which has the same eigenvalues.
 
     >>> escape = negative_eigenvalue(np.diag([1.0, 0.1]), np.array([[1.0, 2.0], [2.0, 1.0]]))
     >>> escape.value < 0, escape.curvature < 0
@@ -39,7 +41,7 @@ def negative_eigenvalue(G: Matrix, H: Matrix) -> Escape:
 
 
 def random_mixing_matrix(n: int, scale: float, rng: np.random.Generator) -> tuple[LODO, torch.nn.Parameter]:
-    """LODO that does not learn, in double precision, with the paper's network and blocks ``scale`` off orthogonal."""
+    """LODO in double precision that does not learn, with blocks that are ``scale`` away from orthogonal."""
     x = torch.nn.Parameter(torch.zeros(n, dtype=torch.float64))
     opt = LODO([x], lr=0.1, meta_lr=1e-300, beta=0.0, preconditioner=Mixing(depth=8), seed=int(rng.integers(2**31)))
     x.grad = torch.zeros_like(x)
@@ -50,7 +52,7 @@ def random_mixing_matrix(n: int, scale: float, rng: np.random.Generator) -> tupl
 
 
 def growth(opt: LODO, x: torch.nn.Parameter, H: Matrix, start: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Norms of the displacement and losses, step by step, from a point near the saddle."""
+    """The norm of the displacement and the loss at each step, from a start near the saddle."""
     hessian = torch.from_numpy(H)
     with torch.no_grad():
         x.copy_(torch.from_numpy(start))
@@ -66,7 +68,7 @@ def growth(opt: LODO, x: torch.nn.Parameter, H: Matrix, start: np.ndarray, steps
 def escape_time(
     make: Callable[[list[torch.nn.Parameter]], Optimizer], H: Matrix, start: np.ndarray, limit: int
 ) -> float:
-    """Steps until the loss is as far below the saddle's as a unit step along the steepest way down; inf if never."""
+    """Steps until the loss has fallen as far as a unit step along the steepest descent would take it; inf if never."""
     hessian = torch.from_numpy(H)
     x = torch.nn.Parameter(torch.from_numpy(start.copy()))
     opt = make([x])
@@ -80,7 +82,7 @@ def escape_time(
 
 
 def run(quick: bool = False, seed: int = 0) -> Finding:
-    """All claims of Section 4.2."""
+    """Check the claims of Section 4.2."""
     rng = np.random.default_rng(seed)
     lemma, lemma_numbers = _lemma(rng, 200 if quick else 2000)
     rate, rate_numbers, figure = _growth(rng)

@@ -1,4 +1,4 @@
-"""What a search leaves: the tuned values beside the paper's, a file of them, and a picture of its generations."""
+"""Writes the result of a search: the tuned values beside the paper's, a file of them, and a figure of its trials."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lodo.lab.tuning.study import finished_trials, without_password
 
 
 def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console) -> Path:
-    """All of it, into a folder; returns the file of hyperparameters."""
+    """Write everything into a folder and print it; returns the file of tuned hyperparameters."""
     search, study = outcome.search, outcome.study
     tuned, trials = search.tuned(outcome.params), finished_trials(search, study)
     paper = paper_hyperparameters(search.task, search.choice.optimizer)
@@ -97,7 +97,7 @@ def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console
 def _tables(
     outcome: Outcome, tuned: Mapping[str, float], paper: Mapping[str, Any]
 ) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """The hyperparameters, and the finalists if there were finals: columns and rows of text."""
+    """The tables of hyperparameters and, if there were finals, of finalists: columns and rows of text."""
     spaces = outcome.search.spaces
     values = [
         (space.name, _cell(space.start), _cell(tuned[space.name]), _cell(paper.get(space.name))) for space in spaces
@@ -117,9 +117,9 @@ def _tables(
 
 
 def toml(search: Search, tuned: Mapping[str, float]) -> str:
-    """The tuned values as `lodo run --hyperparameters` takes them.
+    """The tuned values as a file for `lodo run --hyperparameters`.
 
-    What was set by hand is among them, so that the file alone says what was tuned.
+    Options that were set by hand are included, so that the file alone says what was tuned.
     """
     options: dict[str, Any] = {**search.choice.options, **tuned}
     inside = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())

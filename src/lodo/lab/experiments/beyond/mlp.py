@@ -1,4 +1,4 @@
-"""A small network on real digits: every method at its best of several settings. Not in the paper."""
+"""A small network on real digits: every method at the best of several settings. Not in the paper."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lodo.lab.show.styles import Style, styles
 from lodo.lab.show.tables import Row, measure
 from lodo.lab.tasks.mlp import BATCH, CLASSES, HIDDEN, SIDE
 
-TUNING = 2  # seeds that choose the settings; those after them are held out
+TUNING = 2  # seeds that choose the settings; the later ones are held out
 PAPER, ROBUST = "LODO", "LODO (recipe='robust')"
-# six settings a method, around the best that were found on the tuning seeds
+# six settings of each method, around the best that were found on the tuning seeds
 GRID = """
     adam(lr=0.001), adam(lr=0.002), adam(lr=0.003), adam(lr=0.004), adam(lr=0.006), adam(lr=0.01),
     momentum(lr=0.02), momentum(lr=0.04), momentum(lr=0.07), momentum(lr=0.1), momentum(lr=0.14), momentum(lr=0.2),
@@ -42,7 +42,7 @@ EVERY = "loss over the last 10 %, every setting, tuning seeds"
 
 @dataclass(frozen=True)
 class SettingRow(Row):
-    """A figure of a method with one of its settings, and the standard error of the mean."""
+    """The result of a method with one of its settings, and the standard error of the mean."""
 
     columns: ClassVar[tuple[str, ...]] = ("optimizer", "setting", "mean ± s.d.", "standard error", "seeds")
 
@@ -56,7 +56,7 @@ class SettingRow(Row):
 
 
 class MlpExperiment(Experiment):
-    """Settings are chosen by the tuning seeds alone, and figures are of the held-out seeds alone."""
+    """Settings are chosen on the tuning seeds alone, and results are those of the held-out seeds alone."""
 
     optimizers = GRID
     row = SettingRow
@@ -148,7 +148,7 @@ class MlpExperiment(Experiment):
 
 
 def cell_of(choice: Choice) -> Cell:
-    """The method and its setting: numbers are a matter of tuning, words and switches make another method.
+    """The method and its setting: numbers are tuned, while words and switches make it another method.
 
     >>> cell_of(Choice("lodo", {"recipe": "robust", "lr": 0.3}))
     Cell(label="LODO (recipe='robust')", variant='lr=0.3')
@@ -163,11 +163,11 @@ def chosen(results: Results) -> dict[str, Cell]:
     best: dict[str, Cell] = {}
     for cell in sorted(results, key=lambda cell: tuning_loss(results[cell])):
         best.setdefault(cell.label, cell)
-    return {cell.label: best[cell.label] for cell in results}  # in the order given
+    return {cell.label: best[cell.label] for cell in results}  # in the order of the results
 
 
 def tuning_loss(curves: Sequence[Curve]) -> float:
-    """The mean over tuning seeds of the loss at the end; infinite if any diverged."""
+    """The mean final loss over the tuning seeds; infinite if any diverged."""
     return mean(math.inf if curve.diverged else tail(curve) for curve in curves[:TUNING])
 
 
@@ -200,7 +200,7 @@ def _row(cell: Cell, metric: str, curves: Sequence[Curve], value: Callable[[Curv
 
 
 def _source(results: Results) -> str:
-    """What the images are, by the digest of the data that the runs were made with."""
+    """A sentence about the data, recognized by its digest."""
     digests = {curve.run.task_options.get("digest") for curves in results.values() for curve in curves}
     if digests == {data.DIGITS_DIGEST}:
         return "The data is NOT MNIST but scikit-learn's digits, images of 8 x 8 pixels as they are."

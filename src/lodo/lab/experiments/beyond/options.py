@@ -1,4 +1,4 @@
-"""What each of LODO's options beyond the paper does to the bowl: one row an option. Not in the paper."""
+"""The effect of each of LODO's options beyond the paper on the bowl, one row for each. Not in the paper."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PAPER, _ROBUST, _COMBINED = "paper", "robust recipe", "schedule-free + gate + s
 
 @dataclass(frozen=True)
 class Table:
-    """A task, how long it is run, and LODO's settings by label."""
+    """A task, how long it is run, and the settings of LODO by label."""
 
     heading: str
     rows: Mapping[str, Mapping[str, Any]]
@@ -107,7 +107,7 @@ _BEFORE, _LATER, _LEVEL, _BACK = (
 
 @dataclass(frozen=True)
 class OptionRow(Row):
-    """A figure beside that of the table's first row."""
+    """A result, compared with that of the first row of the table."""
 
     columns: ClassVar[tuple[str, ...]] = ("optimizer", "ours", "against the first", "seeds")
 
@@ -120,7 +120,7 @@ class OptionRow(Row):
 
 
 class OptionsExperiment(Experiment):
-    """The paper's algorithm with each option alone (schedule-free at rates that suit it), and combinations."""
+    """The paper's algorithm with each option alone (schedule-free with a rate that suits it) and in combination."""
 
     optimizers = "lodo"
     tracks = False
@@ -128,7 +128,7 @@ class OptionsExperiment(Experiment):
 
     def plan(self, request: Request) -> Plan:
         if request.evaluations is None:
-            raise ValueError(f"steps must be given for {self.name} instead of seconds: the change comes half-way")
+            raise ValueError(f"steps must be given for {self.name} instead of seconds: the change comes at half time")
         if request.choices != (Choice("lodo"),):
             raise ValueError(
                 f"optimizers and hyperparameters must not be given for {self.name}: it has its own settings of lodo"
@@ -158,7 +158,7 @@ class OptionsExperiment(Experiment):
                 rows += _compared(metric, there, tail)
                 continue
             whole = {label: [replace(c, diverged=False) for c in curves] for label, curves in there.items()}
-            rows += _compared(f"{table.heading}: {_BEFORE}", whole, _before)  # also of runs that diverge later
+            rows += _compared(f"{table.heading}: {_BEFORE}", whole, _before)  # even if a run diverges later
             for metric, value in ((_LATER, _later), (_LEVEL, _level), (_BACK, _back)):
                 rows += _compared(f"{table.heading}: {metric}", there, value)
         return rows
@@ -170,7 +170,7 @@ class OptionsExperiment(Experiment):
             f"Tuned: {settings.format(**_TUNED)}, the paper's. Untouched defaults: {settings.format(**_DEFAULTS)}. "
             f"Schedule-free: beta = {_FREE_TUNED['beta']:g} and meta_lr = {_FREE['meta_lr']:g} (0.001 for n = 1000).",
             f"The best possible loss is {newton_loss():.4g}, for n = 1000 {newton_loss(n=1000):.4g}.",
-            "The Hessian that rotates turns a direction by 0.0002 a step, on average. The new bowl has another "
+            "The rotating Hessian turns a direction by 0.0002 a step on average. The new bowl has another "
             "Hessian of the same curvatures.",
             f"Loss before the change: the mean of the last {half // 10:,} steps. Loss after: of steps "
             f"{round(0.3 * half):,} to {round(0.4 * half):,} after it. Below twice that before: means of 100 steps.",
@@ -229,7 +229,7 @@ def _before(curve: Curve) -> float:
 
 
 def _later(curve: Curve) -> float:
-    """In a short run, at the same share of what comes after the change."""
+    """The mean loss from 0.3 to 0.4 times as many steps after the change as there were before it."""
     at = _change(curve)
     return float(_losses(curve)[at + round(0.3 * at) : at + round(0.4 * at)].mean())
 
@@ -239,7 +239,7 @@ def _level(curve: Curve) -> float:
 
 
 def _back(curve: Curve) -> float:
-    """The end of the last stretch of 100 steps whose mean is above twice the level before; at most that of the run."""
+    """Steps until the end of the last stretch of 100 steps whose mean is above twice the loss before the change."""
     at, stretch = _change(curve), 100
     after = _losses(curve)[at:]
     means = after[: len(after) // stretch * stretch].reshape(-1, stretch).mean(1)
@@ -272,7 +272,7 @@ def change_plot(groups: Groups) -> Plot:
 
 
 def _around(curve: Curve, at: int, width: int) -> np.ndarray:
-    """Means of ``width`` losses, from a tenth of the first half before the change to its length after."""
+    """Means of ``width`` losses each, from ``at / 10`` steps before the change to ``at / 2`` steps after it."""
     losses = _losses(curve)[at - at // 10 : at + at // 2]
     means: np.ndarray = losses[: len(losses) // width * width].reshape(-1, width).mean(1)
     return means

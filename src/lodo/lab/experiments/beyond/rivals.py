@@ -1,4 +1,4 @@
-"""Today's optimizers beside the paper's on the noisy quadratic bowl: what they reach, and what a step costs."""
+"""Today's optimizers beside the paper's on the noisy quadratic bowl: the loss they reach, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from lodo.lab.show.tables import Row, measure
 from lodo.lab.tasks.bowl import newton_loss
 
 _ADAM, _LODO = "Adam", Cell("LODO")  # times are compared with Adam's; LODO is in every panel
-_PANEL = 9  # curves that one panel can hold
+_PANEL = 9  # curves that fit into one panel
 _COLORS = dict(zip((*COSTS, ""), ("#0072b2", "#d55e00", "#009e73", "#882255", "#7f7f7f"), strict=True))
 
 
 @dataclass(frozen=True)
 class RivalRow(Row):
-    """A figure with its cost class, its time, and what was known before."""
+    """A result with its cost class, its time, and the error of earlier runs."""
 
     columns: ClassVar[tuple[str, ...]] = ("optimizer", "error", "seeds", "µs a step", "x Adam", "known", "difference")
 
@@ -105,12 +105,12 @@ class RivalsExperiment(Experiment):
         best = newton_loss(**request.task_options)
         notes = [
             f"The best possible loss, what the noise adds in one step, is {best:.4g}.",
-            "Every optimizer's loss is the one it trains on, where it asks for the gradient, on fresh batches alone. A "
-            "run counts as diverged if its loss is not finite or worse than that of never having moved.",
+            "Losses are those of fresh batches, where the optimizer asks for the gradient. A "
+            "run counts as diverged if its loss is not finite or worse than that of a run that never moves.",
             "Settings were tuned on one seed of this bowl. Known errors are means of other seeds, or the paper's, and "
             "compared with ours after as many steps.",
-            "Times are medians over parts of all runs, of whole training steps, the bowl's own work included, on one "
-            "thread, while the workers shared the machine. At n = 100 they tell what calls cost, not arithmetic.",
+            "Times are medians over parts of all runs. They are those of whole training steps, with the work of the "
+            "bowl, on one thread, while the workers shared the machine. At n = 100 calls cost more than arithmetic.",
         ]
         there = [rival for rival in bowl_rivals().values() if rival.note and Cell(rival.choice.label) in results]
         of_rivals = [
@@ -155,7 +155,7 @@ def _is_ours(label: str) -> bool:
 
 
 def _costs(request: Request) -> dict[str, str]:
-    """The cost class of every choice, or nothing where it is not known."""
+    """The cost class of every choice; empty where it is not known."""
     by_title = {rival.choice.label: rival.cost for rival in bowl_rivals().values()}
     by_name = {name: known.cost for name, known in OPTIMIZERS.items()}
     return {
@@ -165,7 +165,7 @@ def _costs(request: Request) -> dict[str, str]:
 
 
 def _knowns() -> dict[str, Known]:
-    """Known errors by label: those of rivals.toml, and the paper's."""
+    """Known errors by label, from rivals.toml and from the paper."""
     paper = {label: Known(mean, 100_000) for label, (mean, _) in AT_100K.items() if mean is not None}
     return paper | {rival.choice.label: rival.known for rival in bowl_rivals().values() if rival.known}
 
@@ -213,7 +213,7 @@ def costs_plot(rows: Sequence[RivalRow], best: float) -> Plot:
 
 
 def _panels(results: Results, costs: Mapping[str, str], cost: str) -> list[tuple[str, list[Cell]]]:
-    """The optimizers of a class; the paper's apart from the others if they are too many for one panel."""
+    """The optimizers of a class, in two panels if there are too many for one: the paper's, and the others."""
     cells = [cell for cell in results if costs[cell.label] == cost]
     paper = {known.label for known in OPTIMIZERS.values()}
     if len(cells) <= _PANEL:
@@ -225,5 +225,5 @@ def _panels(results: Results, costs: Mapping[str, str], cost: str) -> list[tuple
 
 
 def heading(cost: str) -> str:
-    """What tables and figures write over a cost class."""
+    """The heading of a cost class in tables and figures."""
     return f"{cost} a step" if cost else "cost not known"

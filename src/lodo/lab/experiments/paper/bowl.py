@@ -92,14 +92,14 @@ class BowlExperiment(Experiment):
                 costs.setdefault(known.cost, []).append(known.label)
         listed = "; ".join(f"{cost}: {', '.join(names)}" for cost, names in costs.items())
         notes = [f"Cost of a step: {listed}."] if costs else []
-        notes += [f"The best possible loss, what the noise adds in one step, is {best:.4g}."]
+        notes += [f"The best possible loss, which is what the noise adds in one step, is {best:.4g}."]
         if any(repeats(curve) for curves in results.values() for curve in curves):
             notes.append(
                 "L-BFGS and O-LBFGS evaluate every batch twice, before and after their step. The paper averages both; "
                 "the second table has the first alone, which is what every other optimizer is judged by."
             )
         notes.append("The figure shows fresh batches alone and ends at 12 times Newton's loss.")
-        notes.append("A run counts as diverged if its loss is not finite or worse than that of never having moved.")
+        notes.append("A run counts as diverged if its loss is not finite or worse than that of a run that never moves.")
         if Cell("BFGS") in results:
             notes.append("The paper reports BFGS as diverged.")
         return notes
@@ -118,7 +118,7 @@ class BowlExperiment(Experiment):
 
 
 def check_noise(request: Request) -> None:
-    """Without noise there is nothing to track."""
+    """Refuse a bowl without noise, whose minimum does not move."""
     check_real("v", request.task_options.get("v", 1.0), low=0.0, open_low=True)
 
 
@@ -151,7 +151,7 @@ def tracking_plot(name: str, request: Request, groups: Groups, title: str = "Tra
 
 
 def tracking_error(curve: Curve, fresh: bool = False) -> float:
-    """The paper's figure; NaN for a run that did worse than never having moved."""
+    """The error that the paper reports; NaN for a run that did worse than one that never moves."""
     standing_still = newton_loss(**curve.run.task_options) * len(curve["step"])
     return error if (error := tail(curve, fresh=fresh)) < standing_still else math.nan
 
@@ -168,7 +168,7 @@ _DENSE = frozenset(known.label for known in OPTIMIZERS.values() if known.cost ==
 def compare_with_rivals(
     losses: dict[str, float], verb: str, *, ours: str = "LODO", left_out: Collection[str] = _DENSE
 ) -> str:
-    """LODO against the best of the others, without those that a large network could not afford."""
+    """A sentence that compares LODO with the best rival, leaving out those that a large network could not afford."""
     left_out = {ours, *left_out}
     rivals = {name: loss for name, loss in losses.items() if not {name, name.partition(" (")[0]} & left_out}
     if ours not in losses or not rivals:

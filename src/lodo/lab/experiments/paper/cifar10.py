@@ -90,7 +90,7 @@ class Cifar10Experiment(NetworkExperiment):
         ]
 
     def needs(self, request: Request) -> list[str]:
-        """The memory of LODO's state, and how much there is."""
+        """How much memory LODO's state needs, and how much is available."""
         n = count_weights(request.task_options.get("model", "resnet18"))
         free = available(torch.device("cpu"))
         lines = []

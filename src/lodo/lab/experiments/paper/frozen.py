@@ -29,12 +29,12 @@ _COLOURS = {FROZEN: "#aa4499", KEEPS: "#ddaa33", FRESH: "#0072b2", OWN: "#44aa99
 
 
 class FrozenExperiment(Experiment):
-    """A preconditioner learned on one bowl is of no use, and harmful, on another."""
+    """A preconditioner that was learned on one bowl does harm on another."""
 
     optimizers = "lodo"
 
     def plan(self, request: Request) -> Plan:
-        """Four cells, in double precision as the losses grow beyond single; only LODO can be asked for."""
+        """Four cells, all LODO, in double precision because the losses exceed the range of single precision."""
         check_noise(request)
         if request.evaluations is None:
             raise ValueError("steps must be given for bowl-frozen instead of seconds: the change comes after them")
@@ -78,7 +78,7 @@ class FrozenExperiment(Experiment):
         return [Figure(self.name, [Plot("after", title, Axis("steps after the change"), y, lines)])]
 
     def notes(self, request: Request, results: Results) -> list[str]:
-        return ["One line of the figure is one seed. A run that left the range of numbers counts as diverged."]
+        return ["One line of the figure is one seed. A run whose loss overflowed counts as diverged."]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         means = {row.optimizer: row.mean for row in rows if row.metric == METRIC and row.mean is not None}

@@ -22,10 +22,10 @@ SPEED = "steps a second, while runs shared the machine"
 
 @dataclass(frozen=True)
 class RankedRow(Row):
-    """A figure with its rank in its table, ours and the paper's, so that runs of another size can be compared too.
+    """A result with its rank, ours and the paper's, so that runs of another size can be compared too.
 
-    Seeds share their data and first weights, so that the difference from the best is surer than either mean: ``behind``
-    is its mean over seeds, and ``behind_std`` the spread.
+    All optimizers see the same data and first weights for a seed, so the difference from the best is more certain than
+    either mean: ``behind`` is its mean over seeds and ``behind_std`` its standard deviation.
     """
 
     columns: ClassVar[tuple[str, ...]] = (
@@ -47,7 +47,7 @@ class RankedRow(Row):
 
 
 def ranked(rows: Sequence[Row], values: Sequence[Sequence[float]], largest_first: bool = False) -> list[Row]:
-    """The rows of one table, from these values of each seed, with their ranks among the paper's and among ours."""
+    """Rows with their ranks, among ours and among the paper's; ``values`` are those of each seed."""
     sign = -1 if largest_first else 1
 
     def ranks(values: Mapping[str, float | None]) -> dict[str, int]:
@@ -73,12 +73,12 @@ def ranked(rows: Sequence[Row], values: Sequence[Sequence[float]], largest_first
 
 
 class NetworkExperiment(Experiment):
-    """Optimizers on a network and real data; a subclass names the data, the metrics and the paper's figures."""
+    """Optimizers on a network and real data; a subclass names the data, the metrics and the paper's results."""
 
     dataset: ClassVar[str]
-    digest: ClassVar[str]  # of the original data
-    measurements: ClassVar[int] = 30  # of what is tracked, in a run
-    tracked: ClassVar[tuple[str, str]]  # the column that is shown, and its name
+    digest: ClassVar[str]  # that of the original data
+    measurements: ClassVar[int] = 30  # of the tracked column, in a run
+    tracked: ClassVar[tuple[str, str]]  # the column that is plotted, and its label
     row = RankedRow
 
     def plan(self, request: Request) -> Plan:

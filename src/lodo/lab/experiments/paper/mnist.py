@@ -118,7 +118,7 @@ class MnistExperiment(NetworkExperiment):
     def notes(self, request: Request, results: Results) -> list[str]:
         notes = [
             "The loss is the cross-entropy of one pixel's brightness in 256 steps, given the pixels before it; one "
-            f"random pixel of each of {request.task_options.get('batch', 256)} images is a step's batch.",
+            f"random pixel of each of {request.task_options.get('batch', 256)} images makes a batch.",
             *super().notes(request, results),
         ]
         for name, option in (("Validation", "validation_size"), ("Test", "test_size")):
@@ -131,7 +131,7 @@ class MnistExperiment(NetworkExperiment):
 
 
 class AblationsExperiment(MnistExperiment):
-    """LODO without one of its parts at a time."""
+    """LODO, and LODO without one of its parts."""
 
     optimizers = "lodo, lodo_diagonal, lodo_global, lodo_residuals, lodo_no_momentum, lodo_sgd"
     pictures = ("mnist-ablations-samples",)
@@ -140,8 +140,8 @@ class AblationsExperiment(MnistExperiment):
         return [
             *super().notes(request, results),
             "LODO-Global is one learned rate and LODO-No-Momentum is LODO with beta = 0, as the paper's text says. In "
-            "the authors' code the first builds the diagonal class and the second the residual one, so that the "
-            "paper's figures for these two may not be what they claim.",
+            "the authors' code the first builds the diagonal class and the second the residual one, so "
+            "the paper's results for these two may not be what they claim.",
             "The paper reports LODO-Diagonal as diverged.",
         ]
 
@@ -182,7 +182,7 @@ def test_loss(curve: Curve) -> float:
     return curve.final.get("test_loss", math.nan)
 
 
-test_loss.__test__ = False  # type: ignore[attr-defined]  # pytest shall not take it for a test
+test_loss.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever pytest thinks
 
 
 def draw_inputs(name: str) -> Figure:
@@ -225,13 +225,13 @@ def draw_samples(name: str, results: Results) -> list[Figure]:
 
 
 def draw_images(weights: Sequence[torch.Tensor], number: int, side: int, seed: int) -> np.ndarray:
-    """Images drawn pixel by pixel, image x row x column."""
+    """Images drawn pixel by pixel, as image x row x column."""
     with threads(1):
         return sample(weights, number, side, torch.Generator().manual_seed(seed)).numpy()
 
 
 def grid(images: np.ndarray) -> np.ndarray:
-    """Images side by side, in a square as far as their number allows.
+    """Images side by side, in a grid that is as square as their number allows.
 
     >>> grid(np.ones((4, 2, 3))).shape
     (4, 6)

@@ -34,7 +34,7 @@ class NoiseExperiment(Experiment):
 
     def plan(self, request: Request) -> Plan:
         if "v" in request.task_options:
-            raise ValueError(f"v must not be among the task's options, because {self.name} goes through its own values")
+            raise ValueError(f"v must not be among the task's options, because {self.name} sets it itself")
         return {
             Cell(choice.label, f"{v:g}"): [
                 self.make_run(choice, seed, request, **({} if v == 1 else {"v": v})) for seed in range(request.seeds)
@@ -66,7 +66,7 @@ class NoiseExperiment(Experiment):
         return rows
 
     def notes(self, request: Request, results: Results) -> list[str]:
-        return ["The paper prints two decimals, so that its smallest values are known to some 5 % only."]
+        return ["The paper prints two decimals, so its smallest values are only known to about 5 %."]
 
     def figures(self, request: Request, results: Results) -> list[Figure]:
         best = {v: newton_loss(v=v, **request.task_options) for v in VARIANCES}

@@ -66,9 +66,9 @@ class RosenbrockExperiment(Experiment):
 
     def notes(self, request: Request, results: Results) -> list[str]:
         return [
-            "Only LODO is random here, by its permutations and blocks; the others give the same run for every seed.",
+            "Only LODO is random here, by its permutations and blocks; the others repeat one run for every seed.",
             "The hidden layers are 8 wide, as in the authors' code; 'LODO (width 2)' has the 4 of the paper's text.",
-            "RMSprop's run is chaotic: a change of its start by 1e-14 alters the figure twofold.",
+            "RMSprop's run is chaotic: moving its start by 1e-14 changes the result by a factor of two.",
             "Momentum's figure does not follow from the printed hyperparameters (docs/reproduction.md).",
         ]
 
@@ -79,7 +79,7 @@ class RosenbrockExperiment(Experiment):
 
 
 def late(curve: Curve) -> float:
-    """The mean loss over the last tenth of the run, both ends included: the paper's steps 180 to 200 are 21."""
+    """The mean loss over the last tenth of the run, both ends included, as in the paper: steps 180 to 200."""
     evaluations = curve["evaluations"]
     return float(curve["loss"][evaluations >= 0.9 * evaluations[-1]].astype(np.float64).mean())
 
