@@ -31,7 +31,7 @@ from lodo import LODO, Mixing
 EXCLUDED = {
     "foreach, fused and differentiable variants agree": "LODO has none of the three flags: groups are flat vectors",
     "peak memory of foreach": "as above; tests/core/test_memory.py bounds LODO's memory",
-    "capturable on CUDA graphs": "a step reads numbers back to the host, so it cannot be captured",
+    "capturable on CUDA graphs": "a step looks at whether the last one was refused, so it cannot be captured",
     "sparse gradients": "refused with an error: the preconditioner mixes all coordinates (asked in test_errors)",
     "state on CUDA for parameters on the CPU": "this machine has no CUDA",
     "older state dicts of before maximize or foreach": "there is no older release of LODO",

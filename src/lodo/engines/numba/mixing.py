@@ -34,7 +34,8 @@ _CHUNKS = 128  # parts of a layer that threads share; a fixed number, so that re
 _KEEP_BELOW = 1 << 20  # bytes of work arrays that are not worth freeing between steps
 _PAGED_FROM = 1 << 16  # bytes of an array that is worth pages of its own
 
-_VERSION = version_of([feed, metas, feeding, permuted, shuffled, tiles])
+_SOURCES = (feed, metas, feeding, permuted, shuffled, tiles)  # of which kernels are compiled
+_VERSION = version_of(_SOURCES)
 _APPLY = {"random": Kernel(permuted.apply, _VERSION), "shuffle": Kernel(shuffled.apply, _VERSION)}
 _ADVANCE = {"random": Kernel(permuted.advance, _VERSION), "shuffle": Kernel(shuffled.advance, _VERSION)}
 
