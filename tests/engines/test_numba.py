@@ -104,7 +104,7 @@ def named(names):
 def test_the_number_of_threads_changes_nothing(settings):
     """Nor do threads and the kernels for them change what is computed: the reference backend agrees.
 
-    The norm of the hypergradient is a sum over whole layers in double precision: it shows in which order they are added.
+    The norm of the hypergradient is a sum over whole layers in double precision: it shows the order of addition.
     """
     one, many = (train(number, **settings) for number in (1, 2))
     assert same(one, many)
