@@ -155,7 +155,7 @@ def test_names_of_the_extra_on_the_command_line():
         ValueError, match=r"an optimizer of .*heavyball or schedulefree, or your own .* got 'heavyball.PSGDKro'; did"
     ):
         resolve("heavyball.PSGDKro")
-    with pytest.raises(ValueError, match="did you mean 'PSGDKron'"):
+    with pytest.raises(ValueError, match="did you mean 'psgdkron'"):
         resolve("heavyball.PSGDKro")
     with pytest.raises(ValueError, match="rate is not among"):
         build("heavyball.PSGDKron", Bowl(0), 0, {"rate": 1})

@@ -1,6 +1,6 @@
-"""The laboratory: tasks, rivals, runs on disk, sweeps and the paper's experiments.
+"""The laboratory: tasks, optimizers, runs on disk, sweeps, and the paper's experiments.
 
-It needs the extra ``lodo[lab]``. The library below it never imports it.
+It needs the extra ``lodo[lab]``. The library itself never imports it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["compare"]
 
 
 def __getattr__(name: str) -> Any:
-    """`compare` when it is asked for: importing a part of the laboratory does not import all of it."""
+    """Import `compare` when it is asked for, so that importing a part of the laboratory does not import all of it."""
     if name == "compare":
         from lodo.lab.comparison import compare
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 import torch
 
 _DIGEST = hashlib.sha256().digest_size
-_PIECE = 1 << 22  # bytes
+_PIECE = 4 * 2**20  # bytes that are read at a time
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside ``path`` to write to, renamed to it if all went well: a reader never sees a part of it."""
+    """A temporary file that replaces ``path`` when all has been written, so that no reader sees an unfinished file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whole or not at all.
+    """Write ``data`` to ``path``, completely or not at all.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp()) / "a" / "b.txt"
@@ -49,7 +49,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete what killed writers of ``path`` left behind; what is younger than an hour may belong to a living one."""
+    """Delete old temporary files of killed writers of ``path``; those of the last hour may still be written to."""
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime > 3600:
@@ -57,12 +57,12 @@ def remove_leftovers(path: Path) -> None:
 
 
 def write_checked(path: Path, data: bytes) -> None:
-    """Write ``data`` with its digest in front, for `read_checked`."""
+    """Write ``data`` preceded by its digest, for `read_checked`."""
     write_atomically(path, hashlib.sha256(data).digest() + data)
 
 
 def read_checked(path: Path) -> bytes | None:
-    """What `write_checked` wrote, or None if the file is missing, cut short or altered.
+    """The data that `write_checked` wrote, or None if the file is missing, cut short or altered.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp()) / "file"
@@ -97,17 +97,17 @@ class _Hashing:
 
 
 def save_state(path: Path, state: object) -> None:
-    """Tensors and plain data as `torch.save` writes them, then a digest; piece by piece, so that nothing is copied."""
+    """Write tensors and plain data as `torch.save` does, followed by a digest, without copying them in memory."""
     with replacing(path) as file:
         hashing = _Hashing(file)
-        torch.save(state, hashing)  # type: ignore[arg-type]  # it needs no more than these two methods
+        torch.save(state, hashing)  # type: ignore[arg-type]  # torch.save needs only these two methods
         file.write(hashing.hash.digest())
 
 
 def load_state(path: Path) -> Any | None:
-    """What `save_state` wrote, or None if the file is missing, cut short or altered.
+    """The state that `save_state` wrote, or None if the file is missing, cut short or altered.
 
-    Tensors are mapped from the file and read when they are used; nothing but tensors and plain data is ever made.
+    Tensors are mapped from the file and read when they are used. Only tensors and plain data are ever created.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp()) / "state"
@@ -122,7 +122,7 @@ def load_state(path: Path) -> Any | None:
             while left > 0 and (piece := file.read(min(left, _PIECE))):
                 digest.update(piece)
                 left -= len(piece)
-            whole = left == 0 and file.read() == digest.digest()
+            complete = left == 0 and file.read() == digest.digest()
     except FileNotFoundError:
         return None
-    return torch.load(path, weights_only=True, mmap=True) if whole else None
+    return torch.load(path, weights_only=True, mmap=True) if complete else None

@@ -12,7 +12,7 @@ from lodo import LODO
 
 @torch.no_grad()
 def exact_sigma(optimizer: LODO, H: Tensor) -> float:
-    """From the whole matrix: 1 for G = 0, 0 for G = H^-1.
+    """Sigma from the whole matrix G: 1 for G = 0, and 0 for G = H^-1.
 
     >>> x = torch.nn.Parameter(torch.zeros(5))
     >>> round(exact_sigma(LODO([x], lr=0.5), torch.eye(5)), 6)

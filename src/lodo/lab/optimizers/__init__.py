@@ -181,20 +181,25 @@ def resolve(name: str) -> str:
         return name
     if name.lower() in OPTIMIZERS:
         return name.lower()
-    from lodo.lab.optimizers.libraries import OF_THE_EXTRA, of_extra, of_pytorch_optimizer, of_torch
+    from lodo.lab.optimizers.libraries import (
+        EXTRA_LIBRARIES,
+        extra_optimizers,
+        pytorch_optimizer_names,
+        torch_optimizers,
+    )
 
     library, _, short = name.lower().rpartition(".")
-    if library in ("", "torch", "torch.optim") and short in of_torch():
-        return f"torch.{of_torch()[short]}"
-    if library in ("", "pytorch_optimizer") and short in of_pytorch_optimizer():
+    if library in ("", "torch", "torch.optim") and short in torch_optimizers():
+        return f"torch.{torch_optimizers()[short]}"
+    if library in ("", "pytorch_optimizer") and short in pytorch_optimizer_names():
         return f"pytorch_optimizer.{short}"
-    extra = of_extra(library) if library in OF_THE_EXTRA else {}
+    extra = extra_optimizers(library) if library in EXTRA_LIBRARIES else {}
     if short in extra:
         return f"{library}.{extra[short]}"
-    known = extra.values() or [*OPTIMIZERS, *of_torch(), *of_pytorch_optimizer()]
+    known = extra or [*OPTIMIZERS, *torch_optimizers(), *pytorch_optimizer_names()]
     raise ValueError(
         f"optimizers must be among {', '.join(OPTIMIZERS)}, an optimizer of torch.optim, pytorch_optimizer, "
-        f"{' or '.join(OF_THE_EXTRA)}, or your own as module:Name, got {name!r}{hint(short, known)}"
+        f"{' or '.join(EXTRA_LIBRARIES)}, or your own as module:Name, got {name!r}{hint(short, known)}"
     )
 
 
@@ -210,9 +215,9 @@ def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optim
             return OPTIMIZERS[name].make(task, seed, **options)
         if is_plugin(name):
             return _build_plugin(name, task, options)
-        from lodo.lab.optimizers.libraries import make
+        from lodo.lab.optimizers.libraries import make_library_optimizer
 
-        return make(name, task, options)
+        return make_library_optimizer(name, task, options)
     except (TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Optimizers of other libraries that need something done around their steps or their state."""
+"""Adapters for optimizers of other libraries whose steps or state need special treatment."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lodo.lab.optimizers.base import Closure
 State = dict[str, Any]
 
 
-class Wrapped(Optimizer):
-    """Another optimizer, whose groups and state these are; a subclass changes a method or two."""
+class Adapter(Optimizer):
+    """Passes everything on to another optimizer; a subclass changes a method or two."""
 
     def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner  # and no more: whatever is not found here is looked up there
+        self.inner = inner  # nothing else: whatever is not found here is looked up in `inner`
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet, as in a copy that is being made
+        if name == "inner":  # not set yet, as while a copy is being made
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -39,10 +39,10 @@ class Wrapped(Optimizer):
         self.inner.load_state_dict(state_dict)
 
 
-class Reshaped(Wrapped):
-    """Shows the task's one parameter to an optimizer in another shape.
+class Reshaped(Adapter):
+    """Shows the task's single parameter to an optimizer in another shape.
 
-    Both share their memory, and before every step the gradient is shared too.
+    Both shapes share their memory, and before every step they share the gradient.
 
     Example:
         >>> x = Parameter(torch.zeros(4))
@@ -79,12 +79,13 @@ class Reshaped(Wrapped):
         self.seen.grad = None if self.x.grad is None else self.x.grad.view_as(self.seen)
 
 
-class Eager(Wrapped):
-    """One of heavyball, which would otherwise compile every operation at its first use.
+class Eager(Adapter):
+    """An optimizer of heavyball, which would otherwise compile every operation at its first use.
 
-    Its switch is a variable of the module, so it is set for the step alone. Its state carries its schedule as a pickle,
-    which is left out: the constructor makes the same, and a checkpoint is never unpickled as code. It has numbers in
-    double precision, which torch would cast to the parameter's on loading, so uncast copies are put in place.
+    The switch for that is a variable of heavyball's module, so it is set only during a step. The state contains the
+    schedule as a pickle, which is left out: the constructor makes the same schedule, and checkpoints never contain
+    code. The state also has numbers in double precision, which torch would cast to the parameter's dtype on loading;
+    they are replaced by copies that are not cast.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -113,10 +114,10 @@ def _without_pickles(state: State) -> State:
     return {**state, "heavyball": {k: v for k, v in state.get("heavyball", {}).items() if k != "precond_schedule"}}
 
 
-class ShampooState(Wrapped):
-    """pytorch_optimizer's ScalableShampoo, whose state has objects that no checkpoint may hold.
+class ShampooState(Adapter):
+    """pytorch_optimizer's ScalableShampoo, whose state has objects that must not be in a checkpoint.
 
-    Their tensors are saved alone, and put into new objects.
+    Only their tensors are saved, and are put into new objects on loading.
     """
 
     _OBJECTS = ("pre_conditioner", "graft")
@@ -139,7 +140,7 @@ class ShampooState(Wrapped):
                     self.inner.state[p][key] = value
 
     def _make_objects(self, group: State, known: Collection[Tensor]) -> None:
-        """Let the library make a fresh state for each parameter that had one."""
+        """Let the library make a new state for each parameter that had one."""
         started, count = "step" in group, group.get("step")
         gradients = [p.grad for p in group["params"]]
         for p in group["params"]:
@@ -151,9 +152,11 @@ class ShampooState(Wrapped):
             group["step"] = count
 
     def _plain(self, key: str, value: Any) -> Any:
-        return {k: v for k, v in vars(value).items() if _is_numbers(v)} if key in self._OBJECTS else value
+        if key not in self._OBJECTS:
+            return value
+        return {name: attribute for name, attribute in vars(value).items() if _has_only_tensors(attribute)}
 
 
-def _is_numbers(value: Any) -> bool:
-    """Whether it is a tensor, or a list of nothing else."""
+def _has_only_tensors(value: Any) -> bool:
+    """Whether it is a tensor, or a list of tensors."""
     return isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(v, Tensor) for v in value))

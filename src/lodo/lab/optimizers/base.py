@@ -1,4 +1,4 @@
-"""What the optimizers written here share."""
+"""Base classes of the optimizers that the laboratory implements itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Closure = Callable[[], float]
 
 
 class OwnOptimizer(Optimizer):
-    """Calls the closure as every torch optimizer does; a subclass writes `move`."""
+    """Calls the closure as every torch optimizer does; a subclass defines `move`."""
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]  # torch has overloads
@@ -29,11 +29,11 @@ class OwnOptimizer(Optimizer):
 
     @abstractmethod
     def move(self, closure: Closure | None) -> None:
-        """Move the parameters, whose gradients are known."""
+        """Move the parameters, which have their gradients."""
 
 
 class ElementwiseOptimizer(OwnOptimizer):
-    """Every parameter on its own; a subclass writes `move_one`."""
+    """Moves every parameter by itself; a subclass defines `move_one`."""
 
     def move(self, closure: Closure | None) -> None:
         for group in self.param_groups:
@@ -47,7 +47,7 @@ class ElementwiseOptimizer(OwnOptimizer):
 
 
 class VectorOptimizer(OwnOptimizer):
-    """One vector x over all parameters of one group; a subclass writes `displacement`."""
+    """Treats all parameters of one group as one vector x; a subclass defines `displacement`."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -60,15 +60,15 @@ class VectorOptimizer(OwnOptimizer):
     def move(self, closure: Closure | None) -> None:
         g = self.gradient()
         s = self.displacement(g)
-        at = 0
+        start = 0
         for p in self.params:
-            p.add_(s[at : at + p.numel()].view_as(p))
-            at += p.numel()
+            p.add_(s[start : start + p.numel()].view_as(p))
+            start += p.numel()
         self.after(s, g, closure)
 
     @abstractmethod
     def displacement(self, g: Tensor) -> Tensor:
-        """How far to move, given the gradient."""
+        """The step to take, given the gradient."""
 
     def after(self, s: Tensor, g: Tensor, closure: Closure | None) -> None:
         """Learn from the step ``s`` taken at gradient ``g``."""
@@ -82,7 +82,7 @@ class VectorOptimizer(OwnOptimizer):
 
     @property
     def memory(self) -> dict[str, Any]:
-        """What is remembered from step to step, under the first parameter."""
+        """The state that is kept from step to step, stored under the first parameter."""
         memory: dict[str, Any] = self.state[self.params[0]]
         return memory
 

@@ -12,7 +12,7 @@ from lodo._checks import check_int
 
 
 class FrozenLODO(LODO):
-    """LODO whose network is frozen, and its momentum forgotten, after ``freeze_at`` steps."""
+    """LODO that stops learning and forgets its momentum after ``freeze_at`` steps."""
 
     def __init__(self, params: ParamsT, *, freeze_at: int, **options: Any) -> None:
         check_int("freeze_at", freeze_at, low=0)

@@ -1,13 +1,13 @@
 """L2LBGDBGD, "Learning to learn by gradient descent by gradient descent" (Andrychowicz et al., 2016).
 
-An LSTM shared by all coordinates reads a gradient and writes a step. It is trained before it is used, here on random
+An LSTM that all coordinates share reads a gradient and returns a step. It is trained before it is used, here on random
 noisy quadratic bowls, the task on which the LODO paper compares it.
 
-Its authors give the network (two layers of 20, the preprocessing, the output times 0.1) and the training (Adam,
-unrolls of 20 steps in episodes of 100). The rest is chosen by measurement: two bowls an episode, a rate that falls
-linearly to zero, and the weights kept that track held-out bowls best in a run longer than an episode. The last
-matters: late in training, when the loss of an episode hardly changes, the tracking error of a long run still swings
-between 15 and 16 from one check to the next.
+Its authors give the network (two layers of 20 units, the preprocessing, the output times 0.1) and the training (Adam,
+unrolls of 20 steps in episodes of 100). The rest was chosen by measurement: two bowls in each episode, a learning rate
+that falls linearly to zero, and, as the result, the weights that tracked held-out bowls best in runs longer than an
+episode. The last matters: late in training, when the loss of an episode hardly changes, the tracking error of a long
+run still varies between 15 and 16 from one check to the next.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from lodo.lab.optimizers.base import ElementwiseOptimizer
 
 HIDDEN = 20
 P = 10.0  # gradients are read on a logarithmic scale down to exp(-P), and on a linear one below
-SCALE = 0.1  # of the network's output
-EPISODES = 1000  # of 100 steps, on two bowls each: about three minutes
+SCALE = 0.1  # factor of the network's output
+EPISODES = 1000  # number of episodes of 100 steps, on two bowls each: about three minutes
 
 Memory = tuple[Tensor, Tensor, Tensor, Tensor]  # h and c of the first layer, h and c of the second
 
 
 def preprocess(g: Tensor) -> Tensor:
-    """What the network sees of a gradient: ``log|g| / P`` and ``sign g``, or -1 and ``exp(P) g`` if it is tiny.
+    """The network's two inputs for a gradient: ``log|g| / P`` and ``sign g``, or -1 and ``exp(P) g`` if it is tiny.
 
     >>> preprocess(torch.tensor([1.0, -1.0, 0.0]))
     tensor([[ 0.,  0., -1.],
             [ 1., -1.,  0.]])
     """
-    # both cases agree at |g| = exp(-P), so that two clamps do what the paper's branch does
+    # both cases agree at |g| = exp(-P), so that two clamps replace the paper's branch
     return torch.stack((g.abs().log().div(P).clamp(min=-1), g.mul(math.exp(P)).clamp(-1, 1)))
 
 
@@ -52,10 +52,10 @@ def lstm(W: Tensor, b: Tensor, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor,
 
 
 class Net(Module):
-    """Two LSTM layers and a linear head, applied alike to every coordinate of a vector.
+    """Two LSTM layers and a linear head, applied to every coordinate of a vector.
 
     Args:
-        rng: draws the weights, uniformly and as far as torch's own LSTM does.
+        rng: generator of the initial weights, which are uniform in the same range as those of torch's LSTM.
 
     Example:
         >>> net = Net(torch.Generator().manual_seed(0))
@@ -101,7 +101,7 @@ def restore(state: Mapping[str, Tensor]) -> Net:
 
 
 class L2L(ElementwiseOptimizer):
-    r"""A trained network :math:`m` as an optimizer; every coordinate has a memory :math:`s` of its own.
+    r"""A trained network :math:`m` as an optimizer; every coordinate has its own memory :math:`s`.
 
     .. math::
         (u_t, s_{t+1}) &= m(\nabla \ell(x_t), s_t) \\
@@ -164,17 +164,17 @@ def train(
     The result depends on the arguments alone; the global random generator is neither read nor moved.
 
     Args:
-        seed: draws the weights, the bowls and the noise.
-        episodes: each starts anew on ``batch`` new bowls.
-        lr: Adam's first rate; it falls linearly to zero.
-        unroll: steps between two updates of the weights, and how far back gradients flow.
-        length: steps an episode, a multiple of ``unroll``.
-        n: the dimension of the bowls.
-        v: the variance of the noise that moves their minima.
-        batch: bowls an episode.
-        check_every: episodes between two trials of the weights on held-out bowls.
-        check_steps: steps of a trial.
-        on_progress: called after every episode with the number done.
+        seed: seed of the weights, the bowls and the noise.
+        episodes: number of episodes; each starts afresh on ``batch`` new bowls.
+        lr: Adam's initial learning rate, which falls linearly to zero.
+        unroll: number of steps between two updates of the weights; gradients flow back as far.
+        length: number of steps in an episode, a multiple of ``unroll``.
+        n: dimension of the bowls.
+        v: variance of the noise that moves their minima.
+        batch: number of bowls in an episode.
+        check_every: number of episodes between two checks of the weights on held-out bowls.
+        check_steps: number of steps in a check.
+        on_progress: called after every episode with the number of episodes done.
     """
     check_int("seed", seed, low=0)
     check_int("episodes", episodes, low=1)
@@ -206,7 +206,7 @@ def train(
         if on_progress is not None:
             on_progress(episode + 1)
     if not math.isfinite(best):
-        raise FloatingPointError(f"the network diverged in every trial, with lr = {lr} and v = {v}")
+        raise FloatingPointError(f"the network diverged in every check, with lr = {lr} and v = {v}")
     return kept
 
 

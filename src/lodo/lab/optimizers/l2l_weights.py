@@ -1,4 +1,4 @@
-"""L2LBGDBGD's weights on disk: the shipped ones, or a file made by ``lodo train-l2l``."""
+"""Weights of L2LBGDBGD in files: those in the package, or those that ``lodo train-l2l`` wrote."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SHIPPED = "l2l.weights"  # made by `lodo train-l2l` with its defaults
 
 
 def save_weights(path: Path, net_state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
-    """Write trained weights, and what they were trained with."""
+    """Write trained weights and the settings of their training."""
     buffer = io.BytesIO()
     torch.save({"net_state": dict(net_state), "settings": dict(settings)}, buffer)
     write_checked(path, buffer.getvalue())
 
 
 def load_weights(path: str | None = None) -> dict[str, Tensor]:
-    """The weights of a file, or the shipped ones.
+    """The weights of a file, or those in the package.
 
     >>> sorted(load_weights())
     ['W1', 'W2', 'b', 'b1', 'b2', 'w']
@@ -43,7 +43,7 @@ def load_weights(path: str | None = None) -> dict[str, Tensor]:
 
 
 def weights_digest(path: str | None = None) -> str:
-    """What tells these weights from others, for the address of a run."""
+    """A digest of the weights, for the address of a run."""
     state = load_weights(path)
     content = b"".join(state[name].numpy().tobytes() for name in sorted(state))
     return hashlib.sha256(content).hexdigest()[:12]

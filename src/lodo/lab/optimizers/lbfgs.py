@@ -15,20 +15,20 @@ SCALINGS = ("newest", "mean", "slip")
 class StochasticLBFGS(VectorOptimizer):
     r"""A limited-memory quasi-Newton method on batches.
 
-    Both gradients of a pair are taken on the same batch, so every step evaluates twice and needs a
-    closure. The rate falls as :math:`\eta_t = \mathrm{lr}\, \tau / (\tau + t)`.
+    Both gradients of a pair are taken on the same batch, so that every step evaluates it twice and needs a closure.
+    The learning rate falls as :math:`\eta_t = \mathrm{lr}\, \tau / (\tau + t)`.
 
     Args:
-        params: one group.
-        lr: the rate at the start.
-        tau: the time scale of its fall, in steps.
-        memory: pairs remembered.
-        first: scale of the very first step, which has no pair yet. As long as the gradient does not grow
-            along it, which in single precision is what rounding leaves of so small a step, it is tried again ten
-            times as long, up to 1.
-        scaling: the initial matrix of the two-loop recursion as a multiple of the identity, ``s.y / y.y``
-            over the ``"newest"`` pair (L-BFGS), the ``"mean"`` over all pairs (O-LBFGS), or, as an indexing
-            slip in the authors' code has it, the oldest s with the newest y (``"slip"``).
+        params: the parameters, in one group.
+        lr: the initial learning rate.
+        tau: the time scale on which it falls, in steps.
+        memory: number of pairs that are kept.
+        first: scale of the very first step, when there is no pair yet. If the gradient does not grow along so small a
+            step, as may happen by rounding in single precision, a step that is ten times as long is tried next, up to
+            a scale of 1.
+        scaling: the initial matrix of the two-loop recursion is a multiple of the identity: ``s.y / y.y`` of the
+            ``"newest"`` pair (L-BFGS), the ``"mean"`` over all pairs (O-LBFGS), or that of the oldest s with the newest
+            y (``"slip"``), as in the authors' code by an indexing slip.
 
     Example:
         >>> x = torch.nn.Parameter(torch.ones(3))
@@ -75,14 +75,14 @@ class StochasticLBFGS(VectorOptimizer):
         return -eta * two_loop(g, memory["S"], memory["Y"], group["scaling"])
 
     def after(self, s: Tensor, g: Tensor, closure: Closure | None) -> None:
-        """Evaluate the same batch again at the new point and remember the pair."""
+        """Evaluate the same batch again at the new point and keep the pair."""
         assert closure is not None
         with torch.enable_grad():
             closure()
         memory, size = self.memory, self.param_groups[0]["memory"]
         y = self.gradient() - g
         memory["t"] += 1
-        if s @ y > 0:  # else the curvature along s is not positive, and the matrix would not stay so
+        if s @ y > 0:  # otherwise the matrix would not stay positive definite
             memory["S"] = torch.cat([memory["S"], s[None]])[-size:]
             memory["Y"] = torch.cat([memory["Y"], y[None]])[-size:]
         else:
@@ -90,10 +90,10 @@ class StochasticLBFGS(VectorOptimizer):
 
 
 def two_loop(g: Tensor, S: Tensor, Y: Tensor, scaling: str) -> Tensor:
-    """The approximate inverse Hessian times g; pairs in the rows of S and Y, the oldest first.
+    """The approximate inverse Hessian times g; the pairs are the rows of S and Y, the oldest first.
 
-    The two loops of the usual recursion are the substitutions of two triangular systems in
-    ``R = triu(S Y^T)``: the first gives the alphas, the second what the betas leave of them.
+    The two loops of the usual recursion solve two triangular systems with the matrix ``R = triu(S Y^T)``. The first
+    gives the alphas, the second gives the differences alpha - beta.
     """
     R = (S @ Y.T).triu_()
     sy = R.diagonal()

@@ -1,4 +1,4 @@
-"""Optimizers of other libraries: which there are, and what each needs to run here."""
+"""Optimizers of other libraries: their names, and what each needs to run here."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch.optim import Optimizer
 from lodo.lab.optimizers.adapters import Eager, Reshaped, ShampooState
 from lodo.lab.tasks import Task
 
-OF_THE_EXTRA = ("heavyball", "schedulefree")  # the extra `rivals`; imported when an optimizer of theirs is named
-# of pytorch_optimizer: they want to be told which parameters are theirs
-_MUON_AND_KIN = ("adago", "adamuon", "muon", "muonclip", "normuon")
+EXTRA_LIBRARIES = ("heavyball", "schedulefree")  # installed by the extra `rivals`, and imported only when needed
+# optimizers of pytorch_optimizer that must be told which parameters to treat by Muon's method
+_LIKE_MUON = ("adago", "adamuon", "muon", "muonclip", "normuon")
 
 
 @functools.cache
-def of_torch() -> dict[str, str]:
-    """The optimizers of torch.optim, by their names in small letters."""
+def torch_optimizers() -> dict[str, str]:
+    """The optimizers of torch.optim: their names by the same names in lower case."""
     return _optimizers(torch.optim)
 
 
 @functools.cache
-def of_pytorch_optimizer() -> frozenset[str]:
+def pytorch_optimizer_names() -> frozenset[str]:
     """The names by which pytorch_optimizer knows its optimizers."""
     import pytorch_optimizer  # takes a second
 
@@ -37,8 +37,8 @@ def of_pytorch_optimizer() -> frozenset[str]:
 
 
 @functools.cache
-def of_extra(library: str) -> dict[str, str]:
-    """The optimizers of a library of the extra, by their names in small letters."""
+def extra_optimizers(library: str) -> dict[str, str]:
+    """The optimizers of one of `EXTRA_LIBRARIES`: their names by the same names in lower case."""
     return _optimizers(_imported(library))
 
 
@@ -60,13 +60,13 @@ def _imported(library: str) -> ModuleType:
 
 
 def library_versions() -> dict[str, str]:
-    """Of those libraries that are installed.
+    """The versions of the libraries that are installed.
 
     >>> library_versions()["pytorch_optimizer"] == version("pytorch_optimizer")
     True
     """
     found = {}
-    for library in ("pytorch_optimizer", *OF_THE_EXTRA):
+    for library in ("pytorch_optimizer", *EXTRA_LIBRARIES):
         try:
             found[library] = version(library)
         except PackageNotFoundError:
@@ -74,14 +74,14 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def make(name: str, task: Task, options: Mapping[str, Any]) -> Optimizer:
+def make_library_optimizer(name: str, task: Task, options: Mapping[str, Any]) -> Optimizer:
     """A library's optimizer by its full name, ready to train.
 
-    ``view`` among the options is the shape in which it sees the task's one parameter.
+    The option ``view`` is the shape in which the optimizer sees the task's single parameter.
 
     >>> from lodo.lab.tasks import make_task
-    >>> seen = make("torch.SGD", make_task("bowl", {}, 0), {"lr": 0.1, "view": (10, 10)}).param_groups[0]["params"][0]
-    >>> seen.shape
+    >>> sgd = make_library_optimizer("torch.SGD", make_task("bowl", {}, 0), {"lr": 0.1, "view": (10, 10)})
+    >>> sgd.param_groups[0]["params"][0].shape
     torch.Size([10, 10])
     """
     options = dict(options)
@@ -89,10 +89,10 @@ def make(name: str, task: Task, options: Mapping[str, Any]) -> Optimizer:
     kind = _kind(name)
     _check_names(kind, options)
 
-    def on(params: list[Parameter]) -> Optimizer:
-        return _ready(name, kind(_groups(name, params), **options))
+    def make(params: list[Parameter]) -> Optimizer:
+        return _adapted(name, kind(_groups(name, params), **options))
 
-    return on(task.params) if shape is None else Reshaped(task.params, shape, on)
+    return make(task.params) if shape is None else Reshaped(task.params, shape, make)
 
 
 def _kind(name: str) -> type[Optimizer]:
@@ -106,7 +106,7 @@ def _kind(name: str) -> type[Optimizer]:
 
 
 def _check_names(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-    """Refuse options that the class does not name; many of pytorch_optimizer's would ignore them."""
+    """Refuse options that the class does not name; many classes of pytorch_optimizer would ignore them."""
     named = [name for name in inspect.signature(kind).parameters if name not in ("params", "kwargs")]
     for name in options:
         if name not in named:
@@ -114,14 +114,14 @@ def _check_names(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
 
 
 def _groups(name: str, params: list[Parameter]) -> Any:
-    return [{"params": params, "use_muon": True}] if name.rpartition(".")[2] in _MUON_AND_KIN else params
+    return [{"params": params, "use_muon": True}] if name.rpartition(".")[2] in _LIKE_MUON else params
 
 
-def _ready(name: str, optimizer: Optimizer) -> Optimizer:
+def _adapted(name: str, optimizer: Optimizer) -> Optimizer:
     if name.startswith("heavyball."):
         return Eager(optimizer)
     if name == "pytorch_optimizer.scalableshampoo":
         return ShampooState(optimizer)
     if name.startswith("schedulefree."):
-        optimizer.train()  # type: ignore[attr-defined]  # the loss and its gradient are taken where it trains
+        optimizer.train()  # type: ignore[attr-defined]  # so that the loss and its gradient are taken at the training point
     return optimizer

@@ -15,9 +15,9 @@ from lodo.lab.optimizers.base import VectorOptimizer
 
 
 class HessianOptimizer(VectorOptimizer):
-    """``x -= M g``, with a matrix M made from the Hessian that the task gives.
+    """``x -= M g``, with a matrix M that is computed from the task's Hessian.
 
-    M is made in double precision, and again only when the Hessian is another or has changed.
+    M is computed in double precision, and again only when the Hessian has changed.
     """
 
     def __init__(self, params: ParamsT, hessian: Callable[[], Tensor], defaults: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ class HessianOptimizer(VectorOptimizer):
 
     @abstractmethod
     def matrix(self, H: Tensor) -> Tensor:
-        """M, given H in double precision."""
+        """M for H, in double precision."""
 
     def displacement(self, g: Tensor) -> Tensor:
         H = self.hessian()
@@ -78,8 +78,8 @@ class LevenbergMarquardt(HessianOptimizer):
 class BFGS(VectorOptimizer):
     """The textbook update of an inverse Hessian B, from successive gradients on different batches.
 
-    The noise between two batches enters y as if it were curvature, which is why it diverges on the
-    noisy bowl. ``B`` starts as the identity.
+    The difference y of two gradients contains the noise of both batches as if it were curvature, which is why BFGS
+    diverges on the noisy bowl. ``B`` starts as the identity.
     """
 
     def __init__(self, params: ParamsT, lr: float = 0.01) -> None:
