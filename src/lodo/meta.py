@@ -19,7 +19,6 @@ from lodo.scalars import Flag, Scalar, add_product, add_quotient, add_scaled, pr
 from lodo.spelling import Spelled
 
 SGD_, ADAM, SCHEDULE_FREE = range(3)  # what kernels call them
-MOMENT_DTYPES: dict[str | None, torch.dtype | None] = {None: None, "bfloat16": torch.bfloat16}
 
 Coefficients = tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Scalar, Scalar]
 
@@ -136,7 +135,7 @@ class Adam(MetaOptimizer):
             check_real(f"betas[{i}]", b, low=0.0, high=1.0)
         check_real("eps", self.eps, low=0.0, open_low=True)
         dtype = "bfloat16" if self.moment_dtype == torch.bfloat16 else self.moment_dtype
-        if dtype not in MOMENT_DTYPES:
+        if dtype not in (None, "bfloat16"):
             raise ValueError(
                 f"moment_dtype must be 'bfloat16' or torch.bfloat16, or None for theta's dtype, got {dtype!r}"
             )

@@ -78,7 +78,7 @@ def configured(argument: str, value: object, base: type[T], kinds: Mapping[str, 
             f"{argument} must be one of {allowed}, text such as {next(iter(kinds)) + '(...)'!r}, "
             f"or an instance of {base.__name__}, got {value!r}"
         )
-    name, options = _named_options(argument, value)
+    name, options = _named_options(argument, value, _example(kinds))
     if name not in kinds:
         raise ValueError(f"{argument} must be one of {allowed}, got {value!r}{hint(name, kinds)}")
     known = [option.name for option in fields(kinds[name])]  # type: ignore[arg-type]  # all kinds are dataclasses
@@ -89,18 +89,29 @@ def configured(argument: str, value: object, base: type[T], kinds: Mapping[str, 
     return kinds[name](**options)
 
 
-def _named_options(argument: str, text: str) -> tuple[str, dict[str, Any]]:
+def _example(kinds: Mapping[str, type[Any]]) -> str:
+    """The first kind's name with its first option, as error messages show it."""
+    name, kind = next(iter(kinds.items()))
+    return spell(name, {option.name: option.default for option in fields(kind)[:1]})
+
+
+def _named_options(argument: str, text: str, example: str) -> tuple[str, dict[str, Any]]:
     """Split ``"schedule-free(window=100)"`` into its name, in lower case, and its options."""
-    problem = f"{argument} must be a name such as 'mixing' or a call such as 'mixing(depth=8)', got {text!r}"
+    problem = f"{argument} must be a name, or a call with named options such as {example!r}, got {text!r}"
     matched = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(\(.*\))?\s*", text, re.DOTALL)
     if matched is None:
         raise ValueError(problem)
-    name, call = matched[1], matched[2] or "()"
+    name, call = matched[1].lower(), matched[2] or "()"
     try:
-        ((_, options),) = parse_calls(f"_{call}")
+        node = ast.parse(f"_{call}", mode="eval").body  # names may have hyphens, which Python's do not
     except SyntaxError as error:
         raise ValueError(problem) from error
-    return name.lower(), options
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not _named_only(node):
+        raise ValueError(problem)
+    try:
+        return name, _literals(name, node.keywords, text)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from error
 
 
 def parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -138,13 +149,22 @@ def _parse_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
             raise SyntaxError("not module:Name")
         module, called = f"{ast.unparse(node.lower)}:", node.upper
     call = called if isinstance(called, ast.Call) else ast.Call(func=called, args=[], keywords=[])
-    name = module + ast.unparse(call.func)
-    if call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise ValueError(f"options must be given by name, such as {name}(lr=0.1), got {ast.unparse(node)!r}")
+    name, text = module + ast.unparse(call.func), ast.unparse(node)
+    if not _named_only(call):
+        raise ValueError(f"options must be given by name, such as {name}(lr=0.1), got {text!r}")
+    return name, _literals(name, call.keywords, text)
+
+
+def _named_only(call: ast.Call) -> bool:
+    return not call.args and all(keyword.arg is not None for keyword in call.keywords)
+
+
+def _literals(name: str, keywords: list[ast.keyword], text: str) -> dict[str, Any]:
+    """The values of a call's options; ``name`` and ``text`` are for error messages."""
     options: dict[str, Any] = {}
-    for keyword in call.keywords:
+    for keyword in keywords:
         if keyword.arg in options:
-            raise ValueError(f"{keyword.arg} of {name} must be given once, got {ast.unparse(node)!r}")
+            raise ValueError(f"{keyword.arg} of {name} must be given once, got {text!r}")
         try:
             options[str(keyword.arg)] = value = ast.literal_eval(keyword.value)
             json.dumps(value, allow_nan=False)
@@ -153,4 +173,4 @@ def _parse_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
                 f"{keyword.arg} of {name} must be a finite number, text, True, False, None or a tuple of those, "
                 f"got {ast.unparse(keyword.value)!r}"
             ) from error
-    return name, options
+    return options
