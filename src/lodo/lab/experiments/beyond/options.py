@@ -39,6 +39,11 @@ class Table:
     task: Mapping[str, Any] | None = None
     renewed: bool = False  # a new bowl at half time
 
+    @property
+    def title(self) -> str:
+        """The heading with a capital letter, unless it begins with a formula."""
+        return self.heading if self.heading.startswith("n =") else self.heading[0].upper() + self.heading[1:]
+
 
 TABLES = (
     Table(
@@ -189,9 +194,9 @@ class OptionsExperiment(Experiment):
             elif groups:
                 best = newton_loss(**{name: value for name, value in (table.task or {}).items() if name == "n"})
                 asked = replace(request, task_options=table.task or {})
-                plot = tracking_plot(f"curves-{number}", asked, groups, table.heading.capitalize())
+                plot = tracking_plot(f"curves-{number}", asked, groups, table.title)
                 panels.append(replace(plot, y=replace(plot.y, range=(0.97 * best, 3 * best))))
-        return [Figure(self.name, panels, columns=2)]
+        return [Figure(self.name, panels, columns=2, shared_legend=True)]
 
     def sentence(self, rows: Sequence[Row]) -> str:
         means = {row.optimizer: row.mean for row in rows if row.metric.startswith(f"{TABLES[0].heading},")}
@@ -263,7 +268,7 @@ def change_plot(groups: Groups) -> Plot:
         lines.append(Line(label, x, y.mean(0), y.min(0), y.max(0), note))
     return Plot(
         "change",
-        TABLES[-1].heading.capitalize(),
+        TABLES[-1].title,
         Axis("steps after the change"),
         Axis("loss, and from the lowest to the highest seed", log=True, range=(5, 1e5)),
         lines,
