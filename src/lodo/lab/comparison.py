@@ -207,8 +207,9 @@ def compare(
     global generator.
 
     Example:
+        >>> import torch
         >>> def task():
-        ...     x = Parameter(torch.ones(3))
+        ...     x = torch.nn.Parameter(torch.ones(3))
         ...     curvature = torch.tensor([1.0, 10.0, 100.0])
         ...     return lambda: (curvature * x.square()).sum(), [x]
         >>> found = compare(task, "lodo(lr=0.001), torch.SGD(lr=0.001)", steps=50, seeds=1, page=None,

@@ -270,9 +270,8 @@
   function heat(figure, data) {
     const { canvas, reading } = stage(figure, data);
     const z = data.colors ?? data.values;
-    const largest = Math.max(...z.flat().map(Math.abs));
     const draw = () => Plotly.react(canvas, [{
-      type: "heatmap", z, customdata: data.values, zmin: -largest, zmax: largest, showscale: false,
+      type: "heatmap", z, customdata: data.values, zmin: -data.largest, zmax: data.largest, showscale: false,
       colorscale: [[0, "#2166ac"], [0.5, colour("--paper")], [1, "#b2182b"]],
       hovertemplate: "row %{y}, column %{x}: %{customdata:.3g}<extra></extra>",
     }], layout({

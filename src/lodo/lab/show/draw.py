@@ -86,14 +86,14 @@ def draw(figure: Figure, caption: str = "") -> Drawing:
         elif isinstance(one.panel, Contours):
             _draw_contours(axes, one.panel, styles)
         elif isinstance(one.panel, HeatMap):
-            _draw_heat_map(axes, one.panel)
+            _draw_heat_map(axes, one.panel, figure.largest)
             maps.append(axes)
         else:
             _draw_pixels(axes, one.panel)
     for axes in every[len(shown) :]:
         axes.set_visible(False)
     if maps:
-        _share_colors(drawing, maps)
+        drawing.colorbar(maps[0].get_images()[0], ax=maps, shrink=0.8)
     if caption:
         drawing.suptitle(textwrap.fill(caption, int(13 * drawing.get_figwidth())), fontsize="small", color="0.4")
     _add_legends(drawing, every, figure)
@@ -218,21 +218,11 @@ def _draw_contours(axes: Axes, contours: Contours, styles: Mapping[str, Style]) 
     axes.grid(visible=False)
 
 
-def _draw_heat_map(axes: Axes, shown: HeatMap) -> None:
-    largest = float(np.abs(shown.values).max())
+def _draw_heat_map(axes: Axes, shown: HeatMap, largest: float) -> None:
     norm = Normalize(-largest, largest) if shown.linear is None else AsinhNorm(shown.linear, -largest, largest)
     axes.imshow(shown.values, cmap=_COLORS, norm=norm)
     axes.set_xlabel(shown.x)
     axes.grid(visible=False)
-
-
-def _share_colors(drawing: Drawing, maps: Sequence[Axes]) -> None:
-    """One scale of colours for all heat maps of a figure, the widest."""
-    images = [axes.get_images()[0] for axes in maps]
-    widest = max((image.norm for image in images), key=lambda norm: norm.vmax or 0.0)
-    for image in images:
-        image.set_norm(widest)
-    drawing.colorbar(images[0], ax=list(maps), shrink=0.8)
 
 
 def _draw_pixels(axes: Axes, shown: Pixels) -> None:

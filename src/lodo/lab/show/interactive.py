@@ -29,11 +29,11 @@ def as_json(figure: Figure) -> dict[str, Any]:
     >>> as_json(Figure("f", [plot]))["panels"][0]["lines"][0]["y"]
     [2]
     """
-    styles = figure.styles
+    styles, largest = figure.styles, figure.largest
     return {
         "name": figure.name,
         "narrow": figure.size[0] < _NARROW and len(figure.panels) > 1,
-        "panels": [_panel(panel, styles) for panel in figure.panels],
+        "panels": [_panel(panel, styles, largest) for panel in figure.panels],
     }
 
 
@@ -43,13 +43,13 @@ def write_json(figures: Iterable[Figure], folder: Path) -> None:
     write_atomically(folder / FIGURES, text.encode())
 
 
-def _panel(panel: Panel, styles: Mapping[str, Style]) -> dict[str, Any]:
+def _panel(panel: Panel, styles: Mapping[str, Style], largest: float) -> dict[str, Any]:
     if isinstance(panel, Plot):
         made = _plot(panel, styles)
     elif isinstance(panel, Contours):
         made = _contours(panel, styles)
     elif isinstance(panel, HeatMap):
-        made = _heat_map(panel)
+        made = _heat_map(panel, largest)
     else:
         raise TypeError(f"panel must be a plot, contours or a heat map, got {panel}; the page shows images from files")
     return {"name": panel.name, "title": panel.title, **made}
@@ -116,12 +116,13 @@ def _contours(contours: Contours, styles: Mapping[str, Style]) -> dict[str, Any]
     }
 
 
-def _heat_map(shown: HeatMap) -> dict[str, Any]:
-    """The values, and what their colours go with: the values themselves, or their inverse hyperbolic sine."""
+def _heat_map(shown: HeatMap, largest: float) -> dict[str, Any]:
+    """The values, what their colours go with, and the largest that a colour stands for."""
     made = {"kind": "heat", "x": shown.x, "values": [numbers(row, digits=3) for row in shown.values], "lines": []}
-    if shown.linear is not None:
-        made["colors"] = [numbers(np.arcsinh(row / shown.linear), digits=3) for row in shown.values]
-    return made
+    if shown.linear is None:
+        return {**made, "largest": largest}
+    colors = [numbers(np.arcsinh(row / shown.linear), digits=3) for row in shown.values]
+    return {**made, "colors": colors, "largest": math.asinh(largest / shown.linear)}
 
 
 def _look(style: Style) -> dict[str, str]:

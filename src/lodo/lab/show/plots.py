@@ -197,3 +197,10 @@ class Figure:
             elif isinstance(panel, Contours):
                 labels += panel.paths
         return styles(labels)
+
+    @property
+    def largest(self) -> float:
+        """The largest size of a number in the heat maps, which share one scale of colours."""
+        return max(
+            (float(np.abs(panel.values).max()) for panel in self.panels if isinstance(panel, HeatMap)), default=0.0
+        )

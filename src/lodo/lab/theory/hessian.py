@@ -153,7 +153,7 @@ def _matrix_figure(plain: Learned) -> Figure:
         levels={"a perfect G": 1.0},
     )
     inverse = np.diag(1 / np.diag(plain.U.T @ plain.H @ plain.U))
-    matrices = {"G": plain.U.T @ plain.G @ plain.U, "The inverse Hessian": inverse}
+    matrices = {"G": plain.U.T @ plain.G @ plain.U, "Inverse Hessian": inverse}
     maps = [
         HeatMap(f"matrix-{i}", f"{name}, by eigenvectors of H", matrix, "from steep to flat", linear=0.1)
         for i, (name, matrix) in enumerate(matrices.items())
