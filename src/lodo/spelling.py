@@ -78,7 +78,7 @@ def configured(argument: str, value: object, base: type[T], kinds: Mapping[str, 
             f"{argument} must be one of {allowed}, text such as {next(iter(kinds)) + '(...)'!r}, "
             f"or an instance of {base.__name__}, got {value!r}"
         )
-    name, options = _named_options(argument, value, _example(kinds))
+    name, options = named_options(argument, value, _example(kinds))
     if name not in kinds:
         raise ValueError(f"{argument} must be one of {allowed}, got {value!r}{hint(name, kinds)}")
     known = [option.name for option in fields(kinds[name])]  # type: ignore[arg-type]  # all kinds are dataclasses
@@ -95,7 +95,7 @@ def _example(kinds: Mapping[str, type[Any]]) -> str:
     return spell(name, {option.name: option.default for option in fields(kind)[:1]})
 
 
-def _named_options(argument: str, text: str, example: str) -> tuple[str, dict[str, Any]]:
+def named_options(argument: str, text: str, example: str) -> tuple[str, dict[str, Any]]:
     """Split ``"schedule-free(window=100)"`` into its name, in lower case, and its options."""
     problem = f"{argument} must be a name, or a call with named options such as {example!r}, got {text!r}"
     matched = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(\(.*\))?\s*", text, re.DOTALL)

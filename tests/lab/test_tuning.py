@@ -511,12 +511,23 @@ class TestCommand:
         assert 0.001 <= tuned["lr"] <= 10
 
     def test_images_too(self, tmp_path):
-        args = ["tune", "mlp", "--optimizer", "lodo", "--schedule", "quick", "--data", "digits", "--workers", "0"]
+        optimizer = "lodo(preconditioner='mixing(block_size=2)')"
+        args = ["tune", "mlp", "--optimizer", optimizer, "--schedule", "quick", "--data", "digits", "--workers", "0"]
         args += ["--sampler", "random", "--trials", "2"]
-        space = ["--space", "rate(lr=(0.3, 0.1, 1.0), depth=(4, 2, 6))", "--task", "hidden=(8,)"]
+        space = ["--space", "rate(lr=(0.3, 0.1, 1.0), preconditioner__depth=(4, 2, 6))", "--task", "hidden=(8,)"]
         result = CliRunner().invoke(app, [*args, *space, "--out", str(tmp_path)])
         assert result.exit_code == 0, result.output
-        assert type(summary(tmp_path)["tuned"]["depth"]) is int
+        depth = summary(tmp_path)["tuned"]["preconditioner__depth"]
+        assert type(depth) is int
+        (file,) = tmp_path.glob("tune/*/tuned.toml")
+        tuned = tomllib.loads(file.read_text())["mlp"]["lodo"]
+        assert tuned["preconditioner"] == f"mixing(block_size=2, depth={depth})"
+        assert "preconditioner__depth" not in tuned
+
+    def test_an_option_of_a_configured_object_needs_the_object(self):
+        search = plan_search("bowl", "lodo", space="rate(preconditioner__depth=4)")
+        with pytest.raises(ValueError, match=r"space must have preconditioner__depth only if .* got None"):
+            search.make_run(0, {"preconditioner__depth": 4})
 
     @pytest.mark.parametrize(
         ("args", "message"),

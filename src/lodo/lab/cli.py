@@ -285,8 +285,9 @@ def tune(
         str | None,
         typer.Option(
             help="What to tune and where to start: 'rate(lr=0.001), decay(beta=0.9)'. Rates are varied in ln x, "
-            "decays in ln(1 - x); (start, low, high) sets bounds; an integer start stands for integers. Default: "
-            "what the paper tunes, for its optimizers."
+            "decays in ln(1 - x); (start, low, high) sets bounds; an integer start stands for integers; "
+            "preconditioner__depth is the depth in 'lodo(preconditioner=\"mixing\")'. Default: what the paper tunes, "
+            "for its optimizers."
         ),
     ] = None,
     trials: Annotated[int | None, typer.Option(help="Number of trials, for Optuna's samplers.")] = None,

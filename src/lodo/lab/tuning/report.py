@@ -121,7 +121,7 @@ def toml(search: Search, tuned: Mapping[str, float]) -> str:
 
     Options that were set by hand are included, so that the file alone says what was tuned.
     """
-    options: dict[str, Any] = {**search.choice.options, **tuned}
+    options = search.with_tuned(tuned)
     inside = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
     name = search.choice.optimizer
     return f"# study {search.name}\n[{_key(search.task)}]\n{_key(name)} = {{ {inside} }}\n"

@@ -25,7 +25,9 @@ from lodo.lab.tasks import find_task
 from lodo.lab.tuning import PAPER, SAMPLERS
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.space import Schedule, Space, find_schedule, find_spaces, parse_spaces
+from lodo.spelling import named_options, spell
 
+NESTED = "__"  # between the name of a configured object and that of its option, as in preconditioner__depth
 _FIRST_SEED = 1000  # of the runs, so that experiments use other seeds than those that values were tuned on
 
 
@@ -139,8 +141,12 @@ class Search:
             seed=_FIRST_SEED * (self.seed + 1) + number,
             evaluations=self.schedule.steps[self.generation(number)],
             task_options=self.task_options,
-            options={**self._fixed, **{space.name: space.value(params[space.parameter]) for space in self.spaces}},
+            options=merge_nested({**self._fixed, **self._values(params)}),
         )
+
+    def _values(self, params: Mapping[str, float]) -> dict[str, float]:
+        """The hyperparameters for a study's parameters."""
+        return {space.name: space.value(params[space.parameter]) for space in self.spaces}
 
     @property
     def _fixed(self) -> dict[str, Any]:
@@ -165,10 +171,36 @@ class Search:
 
     def tuned(self, params: Mapping[str, float]) -> dict[str, float]:
         """The hyperparameters for a study's parameters, with the learning rate times the schedule's factor."""
-        values = {space.name: space.value(params[space.parameter]) for space in self.spaces}
+        values = self._values(params)
         if "lr" in values:
             values["lr"] *= self.schedule.rate_factor
         return values
+
+    def with_tuned(self, tuned: Mapping[str, float]) -> dict[str, Any]:
+        """The options that were given with the optimizer and the tuned ones, as the optimizer takes them."""
+        holders = {name.partition(NESTED)[0] for name in tuned if NESTED in name}
+        configured = {name: self._fixed[name] for name in holders if name in self._fixed}
+        return merge_nested({**configured, **self.choice.options, **tuned})
+
+
+def merge_nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Write an option such as ``preconditioner__depth`` into the text of ``preconditioner``.
+
+    >>> merge_nested({"lr": 0.1, "preconditioner": "mixing(width=4.0)", "preconditioner__depth": 8})
+    {'lr': 0.1, 'preconditioner': 'mixing(width=4.0, depth=8)'}
+    """
+    merged = {name: value for name, value in options.items() if NESTED not in name}
+    for name, value in options.items():
+        holder, nested, option = name.partition(NESTED)
+        if nested:
+            if not isinstance(merged.get(holder), str):
+                raise ValueError(
+                    f"space must have {name} only if the optimizer is given with {holder} as text, such as "
+                    f"lodo(preconditioner='mixing') for preconditioner__depth, got {merged.get(holder)!r}"
+                )
+            kind, inner = named_options(holder, merged[holder], "mixing(depth=8)")
+            merged[holder] = spell(kind, {**inner, option: value})
+    return merged
 
 
 def plan_search(

@@ -175,8 +175,8 @@ def _make_spaces(kinds: Mapping[str, Mapping[str, Any]]) -> Sequence[Space]:
 def parse_spaces(text: str) -> tuple[Space, ...]:
     """Spaces from the text of the command line.
 
-    >>> parse_spaces("rate(lr=0.001, depth=(16, 4, 64)), decay(beta=0.9)")[1]
-    Space(name='depth', kind='rate', start=16, low=4, high=64)
+    >>> parse_spaces("rate(lr=0.001, preconditioner__depth=(16, 4, 64)), decay(beta=0.9)")[1]
+    Space(name='preconditioner__depth', kind='rate', start=16, low=4, high=64)
     """
     try:
         calls = parse_calls(text)
