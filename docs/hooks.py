@@ -1,4 +1,7 @@
-"""Formulas on the site: the LaTeX in a code fence called ``math`` is converted to MathML, which browsers render."""
+"""Formulas on the site: LaTeX is converted to MathML, which browsers render.
+
+A displayed formula is a code fence called ``math``; a formula within a line is code that begins with ``:::math``.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,20 @@ def fence(source: str, language: str, css_class: str, options: Any, md: Any, **_
     return f'<div class="{css_class}" tabindex="0">{convert(source, display="block")}</div>'
 
 
+def inline(source: str, language: str, css_class: str, md: Any) -> str:
+    """Return the HTML of a formula within a line.
+
+    >>> inline("x", "math", "math", None)
+    '<math xmlns="http://www.w3.org/1998/Math/MathML" display="inline"><mrow><mi>x</mi></mrow></math>'
+    """
+    return convert(source)
+
+
 def on_config(config: Any) -> Any:
-    """Register the fence with the Markdown extension of the site."""
+    """Register both kinds of formulas with the Markdown extensions of the site."""
+    settings = config["mdx_configs"]
     fences = [{"name": "math", "class": "math", "format": fence}]
-    config["mdx_configs"].setdefault("pymdownx.superfences", {})["custom_fences"] = fences
+    settings.setdefault("pymdownx.superfences", {})["custom_fences"] = fences
+    formulas = [{"name": "math", "class": "math", "format": inline}]
+    settings.setdefault("pymdownx.inlinehilite", {})["custom_inline"] = formulas
     return config

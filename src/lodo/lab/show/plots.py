@@ -95,7 +95,8 @@ class Plot:
     Args:
         name: what it is called within its figure, and within the section of the page that has it.
         title: its heading.
-        x, y: its axes.
+        x: its horizontal axis.
+        y: its vertical axis.
         lines: what is drawn.
         levels: horizontal lines by name.
         shades: stripes behind everything.
