@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command line, or say what must be installed for it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback if the next lines are interrupted
+    from lodo.lab.interrupts import end_on_signals
+
+    end_on_signals()
     try:
         from lodo.lab.cli import app
 
         app()
     except ModuleNotFoundError as error:
         sys.exit(f"lodo's command line needs {error.name}: pip install 'lodo[lab]'")
-    except KeyboardInterrupt:  # during an import
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -108,13 +108,31 @@ def test_interrupting_leaves_a_resumable_state_and_says_so(undisturbed, tmp_path
     process = lodo("--out", tmp_path, "--workers", 2)
     wait_for(lambda: checkpoints(tmp_path), process)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal sends for Ctrl-C
+    sent = time.monotonic()
     out = finish(process, code=130)
+    assert time.monotonic() - sent < 2
     assert "the same command continues" in " ".join(out.split())
     assert "Traceback" not in out
     assert not (tmp_path / "bowl").exists()
     finish(lodo("--out", tmp_path, "--workers", 2))
     assert summary(tmp_path) == undisturbed
     assert checkpoints(tmp_path) == []
+
+
+def test_terminating_leaves_no_process_and_no_temporary_file(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = lodo("--out", tmp_path / "out", "--workers", 2, env={**os.environ, "TMPDIR": str(temporary)})
+    wait_for(lambda: checkpoints(tmp_path / "out"), process)
+    assert any(path.name.startswith("lodo-dask-") for path in temporary.iterdir())
+    workers = workers_of(process)
+    process.terminate()
+    out = finish(process, code=143)
+    assert "Terminated. Finished runs and checkpoints are kept" in out
+    assert "Traceback" not in out
+    assert list(temporary.iterdir()) == []
+    assert list((tmp_path / "out").rglob("*.tmp")) == []
+    assert psutil.wait_procs(workers, timeout=5)[1] == []
 
 
 @pytest.fixture(scope="module")

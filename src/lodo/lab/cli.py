@@ -19,6 +19,7 @@ import typer
 from lodo._checks import check_choice
 from lodo.lab.errors import RunError
 from lodo.lab.experiments import CATALOG, Size
+from lodo.lab.interrupts import say_what_is_kept
 from lodo.lab.optimizers import OPTIMIZERS
 from lodo.lab.plugins import is_plugin
 from lodo.lab.settings import read_settings
@@ -500,16 +501,14 @@ def train_l2l(
 
 @contextmanager
 def _errors_in_words(kept: str) -> Iterator[None]:
-    """Print an error, or what an interruption leaves behind, instead of a traceback."""
+    """Print an error instead of a traceback, and what an interruption leaves behind."""
+    say_what_is_kept(kept)
     try:
         yield
     except (ValueError, OSError, FloatingPointError, RunError) as error:
         typer.secho("error: ", fg="red", nl=False, err=True)
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        typer.echo(f"\nInterrupted. {kept}", err=True)
-        raise typer.Exit(130) from None
 
 
 def _parse_task_options(text: str | None) -> dict[str, Any]:

@@ -7,7 +7,9 @@ continues from its checkpoint on whichever worker gets it next.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -28,6 +30,7 @@ from dask.system import CPU_COUNT
 from lodo._checks import check_int
 from lodo.lab import plugins
 from lodo.lab.errors import RunError
+from lodo.lab.interrupts import cleaning_up
 from lodo.lab.run import Curve, Run, execute, load_curve
 
 _REPORT_EVERY = 0.5  # seconds between a worker's messages about one run
@@ -245,7 +248,7 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
         with distributed.Client(scheduler, set_as_default=False) as client:
             yield client
         return
-    with tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch, cleaning_up(partial(_kill_workers, scratch)):
         with _without_interrupts():
             cluster = distributed.LocalCluster(
                 n_workers=workers,
@@ -257,6 +260,16 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
             )
         with cluster, distributed.Client(cluster, set_as_default=False) as client:
             yield client
+
+
+def _kill_workers(scratch: str) -> None:
+    """Kill this process's workers, also those that Dask is just starting, and delete their files."""
+    while workers := multiprocessing.active_children():
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join()
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager

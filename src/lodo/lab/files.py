@@ -9,10 +9,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+
+from lodo.lab.interrupts import cleaning_up
 
 _DIGEST = hashlib.sha256().digest_size
 _PIECE = 4 * 2**20  # bytes that are read at a time
@@ -23,16 +26,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A temporary file that replaces ``path`` when all has been written, so that no reader sees an unfinished file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with cleaning_up(partial(temporary.unlink, missing_ok=True)):
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -100,8 +104,18 @@ def save_state(path: Path, state: object) -> None:
     """Write tensors and plain data as `torch.save` does, followed by a digest, without copying them in memory."""
     with replacing(path) as file:
         hashing = _Hashing(file)
-        torch.save(state, hashing)  # type: ignore[arg-type]  # torch.save needs only these two methods
+        try:
+            torch.save(state, hashing)  # type: ignore[arg-type]  # torch.save needs only these two methods
+        except RuntimeError as error:
+            raise _hidden_cause(error) from None
         file.write(hashing.hash.digest())
+
+
+def _hidden_cause(error: BaseException) -> BaseException:
+    """What made `torch.save` fail. After an interrupt or a full disk it fails again when it closes its archive."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def load_state(path: Path) -> Any | None:
