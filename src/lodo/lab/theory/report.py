@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from lodo.lab.files import write_atomically
 from lodo.lab.show.draw import write_figures
@@ -29,15 +31,22 @@ def write_finding(finding: Finding, folder: Path, settings: dict[str, Any], cons
     write_atomically(folder / "text.md", text(finding).encode())
     files = write_figures(finding.figures, folder)
     write_json(finding.figures, folder)
+    _print_claims(finding, console)
+    console.print(f"figures: {', '.join(map(str, files))}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_claims(finding: Finding, console: Console) -> None:
+    """Print each claim, whether it holds, and below it the evidence and the limits.
+
+    A progress bar may be shown below. It erases a line that has not ended, so every claim is printed in one piece.
+    """
     console.print(f"\n[bold]{finding.title}[/bold]")
     for claim in finding.claims:
-        mark = "[green]holds[/green]" if claim.holds else "[red]does not hold[/red]"
-        console.print(f"* {claim.text} ", end="", markup=False, highlight=False)
-        console.print(mark)
+        mark = Text("holds", "green") if claim.holds else Text("does not hold", "red")
+        console.print(Text.assemble(f"* {claim.text} ", mark))
         for line in (claim.evidence, claim.limits):
             if line:
-                console.print(f"    {line}", markup=False, highlight=False)
-    console.print(f"figures: {', '.join(map(str, files))}", markup=False, highlight=False, soft_wrap=True)
+                console.print(Padding(Text(line), (0, 0, 0, 4), expand=False))
 
 
 def text(finding: Finding) -> str:
