@@ -13,9 +13,9 @@ from terminal import run_in_terminal, show
 
 CLAIMS = {
     "Short.": "Numbers.",
-    "A claim that is longer than eighty columns, so that a terminal has to wrap it onto a second line.": "n = 8, 16, 32",
+    "A claim that is longer than eighty columns, so that a terminal wraps it onto a second line.": "n = 8, 16, 32",
     "A claim of seventy-three letters, so that the word after it comes second": "0.1 " * 60,
-    "A claim that is longer than one hundred and twenty columns, which is what a wide terminal has, and which therefore "
+    "A claim that is longer than one hundred and twenty columns, which is what a wide terminal has, and therefore "
     "needs two lines even there.": "a" * 200,
 }
 # The command as it is, but for a part of the theory that takes no time.
