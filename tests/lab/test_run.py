@@ -13,6 +13,8 @@ import time
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from lodo._checks import check_int
 from lodo.lab import run as module
 from lodo.lab.files import load_state, read_checked, remove_leftovers, save_state
 from lodo.lab.optimizers import build, paper_hyperparameters
+from lodo.lab.page.results import digests
 from lodo.lab.run import FORMAT, Run, execute, load_curve, read_weights
 from lodo.lab.tasks import TASKS
 from lodo.lab.tasks.bowl import Bowl
@@ -112,6 +115,39 @@ def test_a_damaged_file_is_noticed_and_made_again(damage, tmp_path, caplog):
     assert path.name in caplog.text
     execute(run, tmp_path)
     same_but_for_time(load_curve(run, tmp_path), good)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [None, "", "{}", "[]", "null", "3", '"text"', "settings", "steps", "diverged", "final", "environment"],
+)
+def test_metadata_of_another_shape_are_damage(metadata, tmp_path, caplog):
+    """The metadata are another text, or one of their entries is null."""
+    run = bowl("adam", evaluations=30)
+    path = execute(run, tmp_path)
+    table = pq.read_table(path)
+    whole = json.loads(table.schema.metadata[b"lodo"])
+    if metadata in whole:
+        metadata = json.dumps({**whole, metadata: None})
+    pq.write_table(table.replace_schema_metadata(None if metadata is None else {"lodo": metadata}), path)
+    assert digests(tmp_path, "bowl") == set()
+    assert load_curve(run, tmp_path) is None
+    assert f"{path} is damaged and will be made again" in caplog.text
+    execute(run, tmp_path)
+    assert len(load_curve(run, tmp_path)["loss"]) == 30
+
+
+@pytest.mark.parametrize("column", ["step", "evaluations", "loss"])
+def test_a_curve_without_its_columns_is_damage(column, tmp_path, caplog):
+    run = bowl("adam", evaluations=30)
+    path = execute(run, tmp_path)
+    table = pq.read_table(path)
+    without = table.drop_columns([column])
+    words = table.set_column(table.column_names.index(column), column, pa.array(["text"] * 30))
+    for damaged in (without, words):
+        pq.write_table(damaged, path)
+        assert load_curve(run, tmp_path) is None
+    assert caplog.text.count(f"must have a column {column} of numbers") == 2
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "altered", "foreign"])

@@ -18,6 +18,7 @@ import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optuna.exceptions import OptunaError
 from optuna.trial import TrialState, create_trial
 from typer.testing import CliRunner
 
@@ -567,3 +568,34 @@ def test_passwords_are_not_written():
         open_study(small(), "postgresql://ada:secret@localhost:1/x")
     assert "secret" not in str(error.value)
     assert without_password("sqlite:///a:b.db") == "sqlite:///a:b.db"
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "postgresql://host/x?user=ada&password=s3cret",
+        "postgresql://ada:s3cret@host/x?sslpassword=s3cret",
+        "mysql+pymysql://host/x?passwd=s3cret&passwd=s3cret",
+        "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BPWD%3Ds3cret",
+        "postgresql//ada:s3cret@host/x?password=s3cret",
+        "ada:s3cret@host",
+        "postgresql://ada:s3cret@host:port/x?password=s3cret",
+        "nosuch://host/x?password=s3cret",
+        "postgresql://localhost:1/x?connect_timeout=s3cret",  # the driver's error repeats the value
+    ],
+)
+def test_passwords_in_options_are_not_written(storage):
+    assert "s3cret" not in without_password(storage)
+    with pytest.raises(ValueError, match="storage must be") as error:
+        open_study(small(), storage)
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_failing_storage_does_not_show_its_password(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OptunaError("connection to ?password=s3c%2Fret with 's3c/ret' failed")
+
+    monkeypatch.setattr("lodo.lab.tuning.outcome.run_study", fail)
+    with pytest.raises(OSError, match="storage failed") as error:
+        run_search(small(), "postgresql://host/x?password=s3c%2Fret", tmp_path, confirm=0)
+    assert "ret" not in str(error.value)

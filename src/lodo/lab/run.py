@@ -206,19 +206,44 @@ def load_curve(run: Run, folder: Path) -> Curve | None:
     path = run.path(folder)
     try:
         table = pq.read_table(path, page_checksum_verification=True)
-        about = json.loads(table.schema.metadata[b"lodo"])
+        about = read_metadata(table.schema)
+        columns = {name: table[name].to_numpy() for name in table.column_names}
+        _check_columns(columns)
     except FileNotFoundError:
         return None
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+    except (OSError, pa.ArrowException, ValueError) as error:
         log.warning("%s is damaged and will be made again (%s)", path, error)
         return None
     if json.dumps(about["settings"], sort_keys=True) != run.settings or table.num_rows != about["steps"]:
         log.warning("%s does not hold the run that its name says and will be made again", path)
         return None
-    columns = {name: table[name].to_numpy() for name in table.column_names}
     weights = run.weights_path(folder)
     kept = weights if weights.is_file() else None
     return Curve(run, about["diverged"], columns, about["environment"], about["final"], kept)
+
+
+_METADATA = {"settings": dict, "steps": int, "diverged": bool, "final": dict, "environment": dict}
+
+
+def read_metadata(schema: pa.Schema) -> dict[str, Any]:
+    """The settings and the outcome of a run, from the metadata of its file; an error if they are of another shape."""
+    text = (schema.metadata or {}).get(b"lodo")
+    if text is None:
+        raise ValueError("the metadata of a run are missing")
+    about = json.loads(text)
+    if not isinstance(about, dict):
+        raise ValueError(f"the metadata must be a table, got {about!r}")
+    for name, kind in _METADATA.items():
+        if not isinstance(about.get(name), kind):
+            raise ValueError(f"{name} in the metadata must be of type {kind.__name__}, got {about.get(name)!r}")
+    return about
+
+
+def _check_columns(columns: Mapping[str, np.ndarray]) -> None:
+    """Check that every column of a curve is there and has numbers."""
+    for name in ("step", *COLUMNS, *columns):
+        if name not in columns or not np.issubdtype(columns[name].dtype, np.number):
+            raise ValueError(f"the file must have a column {name} of numbers")
 
 
 def read_weights(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]]:

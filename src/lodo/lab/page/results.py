@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.optimizers import Choice
-from lodo.lab.run import Curve, Run, file_name, load_curve
+from lodo.lab.run import Curve, Run, file_name, load_curve, read_metadata
 from lodo.lab.show.tables import Row
 from lodo.lab.tasks import find_task
 
@@ -134,14 +134,14 @@ def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Pla
 
 def digests(runs: Path, task: str) -> set[str]:
     """The digests of the data that the runs of a task were made with."""
-    every = map(_about, runs.glob(f"{file_name(task)}-*.parquet"))
-    options = (about.get("settings", {}).get("task_options", {}) for about in every)
-    return {str(one["digest"]) for one in options if "digest" in one}
+    every = map(_task_options, runs.glob(f"{file_name(task)}-*.parquet"))
+    return {str(options["digest"]) for options in every if "digest" in options}
 
 
-def _about(path: Path) -> Mapping[str, Any]:
+def _task_options(path: Path) -> Mapping[str, Any]:
+    """The options of the task of a run, from its file; none if the file is damaged."""
     try:
-        about: dict[str, Any] = json.loads(pq.read_schema(path).metadata[b"lodo"])
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+        options = read_metadata(pq.read_schema(path))["settings"].get("task_options")
+    except (OSError, pa.ArrowException, ValueError):
         return {}
-    return about
+    return options if isinstance(options, dict) else {}

@@ -16,7 +16,7 @@ from lodo._checks import check_int
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.finals import FINALISTS, Finalist, Finals, finalists
 from lodo.lab.tuning.search import Search
-from lodo.lab.tuning.study import finished_trials, run_study
+from lodo.lab.tuning.study import finished_trials, run_study, without_secrets
 
 OnProgress = Callable[[int, int, str], None]  # is called with the numbers of finished and of all trials, and a text
 
@@ -84,7 +84,7 @@ def run_search(
         finals = Finals(search, candidates, confirm)
         last = run_study(finals, storage, out, on_progress=partial(_report_finals, finals, on_progress), **options)
     except OptunaError as error:
-        raise OSError(f"storage failed: {error}") from error
+        raise OSError(f"storage failed: {without_secrets(str(error), storage)}") from error
     return Outcome(search, study, finals, last)
 
 

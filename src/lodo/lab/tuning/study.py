@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import optuna
 import psutil
@@ -51,7 +52,8 @@ def open_study(search: Search | Finals, storage: str) -> optuna.Study:
     except (ImportError, OptunaError, sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
         raise ValueError(
             f"storage must be a database that SQLAlchemy can open, such as sqlite:///tuning.db or "
-            f"postgresql://user@host/name with its driver installed, got {without_password(storage)!r}: {error}"
+            f"postgresql://user@host/name with its driver installed, got {without_password(storage)!r}: "
+            f"{without_secrets(str(error), storage)}"
         ) from error
     study.set_user_attr("search", json.dumps(search.settings, sort_keys=True))
     return study
@@ -60,14 +62,43 @@ def open_study(search: Search | Finals, storage: str) -> optuna.Study:
 def without_password(storage: str) -> str:
     """The address of a database without its password, for display.
 
+    Drivers take passwords by many names, so no option after the question mark is shown. Of an address that cannot be
+    parsed, nothing before the @ is shown.
+
     >>> without_password("postgresql://ada:secret@host/studies")
     'postgresql://ada:***@host/studies'
+    >>> without_password("postgresql://host/studies?user=ada&password=secret")
+    'postgresql://host/studies?***'
+    """
+    shown, mark, _ = storage.partition("?")
+    options = "?***" if mark else ""
+    try:
+        address = make_url(storage)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        before, at, host = shown.rpartition("@")
+        return f"{'***' if before else ''}{at}{host}{options}"
+    if address.password is None:
+        return shown + options
+    return address.set(query={}).render_as_string(hide_password=True) + options
+
+
+def without_secrets(text: str, storage: str) -> str:
+    """A text, such as a driver's error, without the address's password and options.
+
+    >>> without_secrets("no user 'ada' with password 'secret'", "postgresql://ada:secret@host/studies")
+    "no user 'ada' with password '***'"
     """
     try:
         address = make_url(storage)
-    except sqlalchemy.exc.ArgumentError:
-        return storage
-    return storage if address.password is None else address.render_as_string(hide_password=True)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        return text.replace(storage, without_password(storage))
+    secrets = {storage.partition("?")[2]}.union(*address.normalized_query.values())
+    if address.password is not None:
+        secrets.add(str(address.password))
+    for secret in sorted(secrets - {""}, key=len, reverse=True):
+        for spelling in (secret, quote(secret), quote_plus(secret)):
+            text = text.replace(spelling, "***")
+    return text
 
 
 def run_study(
