@@ -237,9 +237,11 @@ def compare(
 
         from lodo.lab.comparison import Comparison, write_comparison
         from lodo.lab.data import using
+        from lodo.lab.files import check_file
         from lodo.lab.page.results import read_results
         from lodo.lab.pipeline import run_experiment
 
+        check_file("page", page)
         console = Console()
         with using(data):
             experiment = Comparison(task_name)
@@ -388,9 +390,11 @@ def theory(
     with _errors_in_words("Finished parts are kept."):
         from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
+        from lodo.lab.files import check_folder
         from lodo.lab.theory.parts import part
         from lodo.lab.theory.report import write_finding
 
+        check_folder("out", out / "theory")
         names = list(PARTS) if name == "all" else [name]
         all_hold = True
         with Progress(SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn()) as progress:
@@ -421,9 +425,11 @@ def report(
 
         from rich.progress import Progress
 
+        from lodo.lab.files import check_file
         from lodo.lab.page.render import write_page
         from lodo.lab.page.report import section_readers
 
+        check_file("page", page)
         if any(runs.glob("*.parquet")):  # the folder of the curves, which is within that of the results
             runs = runs.parent
         with Progress() as progress:
@@ -455,9 +461,11 @@ def sample(
 
         from lodo.lab.data import DIGITS_DIGEST
         from lodo.lab.experiments.paper.mnist import draw_images, grid
+        from lodo.lab.files import check_file
         from lodo.lab.run import read_weights
         from lodo.lab.show.draw import save_picture
 
+        check_file("out", out)
         settings, network = read_weights(weights)
         if settings["task"] != "mnist":
             raise ValueError(f"weights must be of an mnist run, got one of {settings['task']} in {str(weights)!r}")
@@ -483,10 +491,12 @@ def train_l2l(
     with _errors_in_words(_NOTHING_WRITTEN):
         from rich.progress import Progress
 
+        from lodo.lab.files import check_file
         from lodo.lab.optimizers.l2l import EPISODES, train
         from lodo.lab.optimizers.l2l_weights import save_weights
         from lodo.lab.run import threads
 
+        check_file("out", out)
         number = EPISODES if episodes is None else episodes
         with Progress() as progress:
             bar = progress.add_task("meta-training", total=number)

@@ -21,6 +21,7 @@ from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_lab
 from lodo.lab.experiments.catalog import Entry, Size
 from lodo.lab.experiments.paper.bowl import last
 from lodo.lab.experiments.paper.rosenbrock import trajectories
+from lodo.lab.files import check_file
 from lodo.lab.optimizers import OPTIMIZERS, Choice, OptimizerEntry, parse
 from lodo.lab.page.commands import run_command
 from lodo.lab.page.render import write_page
@@ -224,6 +225,8 @@ def compare(
             f"{task_options!r}"
         )
     check_int("threads", threads, low=1)
+    if page is not None:
+        check_file("page", Path(page))
     console = console or Console()
     with (
         _known(task, threads) as name,

@@ -30,6 +30,7 @@ from dask.system import CPU_COUNT
 from lodo._checks import check_int
 from lodo.lab import plugins
 from lodo.lab.errors import RunError
+from lodo.lab.files import check_folder
 from lodo.lab.interrupts import cleaning_up
 from lodo.lab.run import Curve, Run, execute, load_curve
 
@@ -85,6 +86,8 @@ def sweep(
         run.check()
     if not todo:
         return
+    check_folder("out", folder)
+    folder.mkdir(parents=True, exist_ok=True)
     with open_executor(
         folder,
         workers=workers,

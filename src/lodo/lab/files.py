@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,33 @@ from lodo.lab.interrupts import cleaning_up
 
 _DIGEST = hashlib.sha256().digest_size
 _PIECE = 4 * 2**20  # bytes that are read at a time
+
+
+def check_folder(name: str, folder: Path) -> None:
+    """Check that files can be written to a folder, which need not exist yet; an error names the argument ``name``.
+
+    >>> import tempfile
+    >>> check_folder("out", Path(tempfile.mkdtemp()) / "a" / "b")
+    >>> check_folder("out", Path("/dev/null/results"))
+    Traceback (most recent call last):
+    ValueError: out must be a folder that can be written to, got '/dev/null/results': Not a directory: '/dev/null'
+    """
+    existing = folder.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"0")
+    except OSError as error:
+        reason = f"{error.strerror}: {str(existing)!r}"
+        raise ValueError(f"{name} must be a folder that can be written to, got {str(folder)!r}: {reason}") from error
+
+
+def check_file(name: str, path: Path) -> None:
+    """Check that a file can be written; an error names the argument ``name``."""
+    if path.is_dir():
+        raise ValueError(f"{name} must be a file that can be written, got the folder {str(path)!r}")
+    check_folder(f"the folder of {name}", path.parent)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from lodo.lab.executor import OnProgress, load_finished, sweep
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results, environments
-from lodo.lab.files import write_atomically
+from lodo.lab.files import check_folder, write_atomically
 from lodo.lab.run import Run
 from lodo.lab.show import tables
 
@@ -40,6 +40,8 @@ def run_experiment(
     """
     console = console or Console()
     plan = experiment.plan(request)
+    folder = out / experiment.name
+    check_folder("out", folder)
     for line in experiment.needs(request):
         console.print(line, markup=False, highlight=False)
     runs = [run for runs_of_seed in zip(*plan.values(), strict=True) for run in runs_of_seed]  # seed after seed
@@ -53,7 +55,6 @@ def run_experiment(
             checkpoint_every=checkpoint_every,
         )
     results: Results = {cell: [load_finished(run, out / "runs") for run in runs] for cell, runs in plan.items()}
-    folder = out / experiment.name
     _write(experiment, request, results, folder, console)
     if draw:
         written = _draw(experiment, request, results, folder)

@@ -7,6 +7,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import io
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 FORMAT = 2  # part of every run's address: raise it when the same settings come to mean another curve
 _LOOK_EVERY = 0.25  # seconds of training between checks for progress, checkpoints and time limits
 _TRAINING_OVER_SAVING = 10  # the least ratio of time spent training to time spent writing checkpoints
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_RETRY_AFTER = 10.0  # seconds after which a result is written again if the disk was full
 COLUMNS = ("evaluations", "seconds", "loss", "repeat_loss")
 
 
@@ -192,13 +195,32 @@ def execute(
                     if checkpoint_every > 0:
                         interval = max(checkpoint_every, _TRAINING_OVER_SAVING * (saved - now))
             if training.task.keeps_weights and not training.diverged:
-                training.save_weights(run.weights_path(folder))
-            write_atomically(path, training.parquet())
+                _keep_trying(training.save_weights, run.weights_path(folder))
+            _keep_trying(write_atomically, path, training.parquet())
     for file in (path, checkpoint, run.weights_path(folder)):
         remove_leftovers(file)
     checkpoint.unlink(missing_ok=True)
     progress(1.0)
     return path
+
+
+def _keep_trying(write: Callable[..., None], path: Path, *data: bytes) -> None:
+    """Write the result of a run. While the disk is full, say so and wait: the training need not be lost."""
+    while True:
+        try:
+            write(path, *data)
+            return
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            log.warning(
+                "the disk is full: %s is kept in memory and will be written when there is room (%s); trying again in "
+                "%g seconds",
+                path,
+                error.strerror,
+                _RETRY_AFTER,
+            )
+        time.sleep(_RETRY_AFTER)
 
 
 def load_curve(run: Run, folder: Path) -> Curve | None:

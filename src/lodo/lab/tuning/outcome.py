@@ -13,6 +13,7 @@ import optuna
 from optuna.exceptions import OptunaError
 
 from lodo._checks import check_int
+from lodo.lab.files import check_folder
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.finals import FINALISTS, Finalist, Finals, finalists
 from lodo.lab.tuning.search import Search
@@ -73,6 +74,8 @@ def run_search(
         options: as for `lodo.lab.tuning.study.run_study`.
     """
     check_int("confirm", confirm, low=0)
+    for folder in (out / "runs", out / "tune" / search.name):
+        check_folder("out", folder)
     expected = search.number + confirm * FINALISTS
     try:
         study = run_study(
