@@ -1,7 +1,8 @@
 """States as they are saved: theta in natural order, tensors and numbers only, checked before anything is loaded.
 
-A group's state sits under its first parameter that is not frozen. What is kept in memory and what is saved differ:
-an engine packs theta as it likes, and small tuples become tensors, because torch's tools know nothing else.
+A group's state sits under its first parameter that is not frozen, its holder; the others have their part of the
+momentum, because torch expects a state under every parameter. What is kept in memory and what is saved differ: an
+engine packs theta as it likes, and small tuples become tensors, because torch's tools know nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lodo.meta import Learned, MetaOptimizer
 from lodo.recipes import as_meta_optimizer
 from lodo.scalars import plain
 
-FORMAT = 2  # of a group's state; 0.1.0 has none
+FORMAT = 3  # of a group's state; 0.1.0 has none, and 2 nested the states of shards
 _ARCHITECTURE = ("preconditioner", "meta_optimizer", "momentum")  # what a loaded state must agree with
 _COUNTS = ("step", "meta_step", "skipped")
 _REALS = ("last_lr", "momentum_bound", "fed_bound")
@@ -59,7 +60,14 @@ def as_saved(group: Group, network: Network, options: Options, state: State) -> 
     for name, value in state.items():
         if isinstance(value, Tensor) and name not in plainly:
             plainly[name] = engine.unpack(value) if name in packed else value
-    return distributed.wrap(plainly, group.layout.shard)
+    return plainly
+
+
+def entries(group: Group, network: Network, options: Options, state: State) -> list[State]:
+    """What is written to a file for each parameter of a group."""
+    saved: list[State] = [{"momentum": part} for part in group.layout.split(state["momentum"])]
+    saved[group.holder] = as_saved(group, network, options, state)
+    return [distributed.wrap(entry, group.layout.shard) for entry in saved]
 
 
 def _tensor(numbers: Sequence[Any]) -> Tensor:
@@ -111,6 +119,16 @@ def loads(groups: Sequence[Group], ours: Sequence[Options], given: dict[str, Any
     return found
 
 
+def completed(ours: Options, theirs: Options) -> Options:
+    """A saved group's options; what an earlier release did not save stays as it is here.
+
+    >>> completed({"params": [], "lr": 1.0, "maximize": False}, {"params": [0], "lr": 0.1})
+    {'lr': 0.1, 'maximize': False, 'params': [0]}
+    """
+    of_the_parameters = ("params", "param_names")
+    return {name: value for name, value in ours.items() if name not in of_the_parameters} | theirs
+
+
 def _load(group: Group, options: Options, states: dict[Any, State], on_reshard: str) -> Load:
     holder, state = _own_state(group, options["params"], states, on_reshard)
     if not group.n:
@@ -124,21 +142,26 @@ def _load(group: Group, options: Options, states: dict[Any, State], on_reshard: 
 def _own_state(
     group: Group, keys: Sequence[Any], states: dict[Any, State], on_reshard: str
 ) -> tuple[int, State | None]:
-    """Under which parameter a group's state was saved, and this rank's part of it; None if there is nothing."""
+    """Under which parameter a group's state was saved, and this rank's part of it.
+
+    The state is None if nothing was learned, and empty on a rank that holds nothing of the group.
+    """
     shard = group.layout.shard
-    filled = [j for j, key in enumerate(keys) if states.get(key)]
-    if not filled:
-        if group.n and any(key in states for key in keys):
-            raise ValueError(
-                f"group {group.index} of the state has entries for its parameters, but nothing that was learned: it "
-                "was lost on the way. Torch's distributed checkpoints drop the state of a frozen parameter"
-            )
+    present = {j: states[key] for j, key in enumerate(keys) if key in states}
+    if not present:
         return group.holder, None
-    under = states[keys[filled[0]]]
-    state = distributed.unwrap(under, shard)
-    if state is not None:
-        return filled[0], state
-    count = under.get("shards", 1)
+    own = {j: distributed.unwrap(entry, shard) for j, entry in present.items()}
+    for j, part in own.items():
+        if part and "theta" in part:
+            return j, part
+    count = next((entry.get("shards", 1) for entry in present.values() if entry), shard.parts)
+    if count == shard.parts and not group.n:
+        return group.holder, {}
+    if any(own.values()) or not any(present.values()):
+        raise ValueError(
+            f"group {group.index} of the state has entries for its parameters, but nothing that was learned: it "
+            "was lost on the way. Torch's distributed checkpoints drop the state of a frozen parameter"
+        )
     problem = f"group {group.index} of the state was learned in {count} shards, and this rank holds {shard.label}"
     if on_reshard == "raise":
         raise ValueError(
@@ -153,6 +176,8 @@ def _check_state(group: Group, network: Network, options: Options, state: State)
     """Raise an error unless a saved state belongs to this network."""
     layout, meta = group.layout, as_meta_optimizer(options["meta_optimizer"])
     where = f"group {group.index} of the state"
+    if state.get("format", FORMAT) > FORMAT:
+        raise ValueError(f"{where} has format {state['format']}, which a later release of lodo saved; ours is {FORMAT}")
     needed = [*_COUNTS, *_REALS, "guard", "moved", "numels", "fingerprint"]
     vectors = ["momentum"]
     if options["momentum"] == "learned":
@@ -254,14 +279,21 @@ class Resumable(Grouped):
 
     def state_dict(self) -> StateDict:
         """The state as torch has it, with theta in natural order whatever the engine."""
+        if not self._repeats_groups():
+            self._pairs()  # raises an error that says what is wrong
         packed = super().state_dict()
-        self._pairs()  # all groups must be known
-        for group, options, saved in zip(self._groups, self.param_groups, packed["param_groups"], strict=True):
-            key = saved["params"][group.holder] if saved["params"] else None
-            if packed["state"].get(key):
+        for group, options, saved in zip(self._groups, self.param_groups, packed["param_groups"], strict=False):
+            if group.n and saved["params"][group.holder] in packed["state"]:
                 state = self._state(group.index)
-                packed["state"][key] = as_saved(group, group.ready(options), options, state)
+                written = entries(group, group.ready(options), options, state)
+                packed["state"].update(zip(saved["params"], written, strict=True))
         return packed
+
+    def _repeats_groups(self) -> bool:
+        """Whether the groups that were not added with `add_param_group`, if any, repeat parameters that were."""
+        added, others = self.param_groups[: len(self._groups)], self.param_groups[len(self._groups) :]
+        known = {p for options in added for p in options["params"]}
+        return len(added) == len(self._groups) and known.issuperset(p for options in others for p in options["params"])
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state, also one that 0.1.0 saved; refuse one that does not fit before anything changes.
@@ -274,7 +306,7 @@ class Resumable(Grouped):
         def check(_: Optimizer, given: StateDict) -> StateDict:
             converted = modern(self._groups, given)
             found.extend(loads(self._groups, self.param_groups, converted, self.on_reshard))
-            return converted
+            return {**converted, "param_groups": list(map(completed, self.param_groups, converted["param_groups"]))}
 
         def restore(_: Optimizer) -> None:
             for group, options, load in zip(self._groups, self.param_groups, found, strict=True):
@@ -293,14 +325,15 @@ class Resumable(Grouped):
     def _restore(self, group: Group, options: Options, load: Load) -> None:
         """Replace what torch has cast by copies in the network's own dtype."""
         group.network, group.holder = load.network, load.holder
-        known = [p for p in options["params"] if p in self.state]
-        for p in known:
-            self.state.pop(p)
-        if load.state is not None:
-            self.state.update({p: {} for p in known})
-        if load.network and load.state:
-            meta = as_meta_optimizer(options["meta_optimizer"])
-            self.state[options["params"][group.holder]] = restored(load.network, meta, load.state)
+        for p in options["params"]:
+            self.state.pop(p, None)
+        if load.state is None:
+            return
+        if load.network is None:
+            self._note_empty(group, options)
+            return
+        meta = as_meta_optimizer(options["meta_optimizer"])
+        self._place(group, options, restored(load.network, meta, load.state))
 
     def __getstate__(self) -> dict[str, Any]:
         kept = (
@@ -313,3 +346,8 @@ class Resumable(Grouped):
         super().__setstate__(state)
         self._refused = None
         self._find_meshes()
+        if "_groups" not in state:  # torch is loading a state dict; our hook does the rest
+            return
+        for group, options in zip(self._groups, self.param_groups, strict=False):
+            if group.n and options["params"][group.holder] in self.state:
+                self._place(group, options, self._state(group.index))  # a view that was pickled is a copy

@@ -122,27 +122,46 @@ def nobody_complains(fine: Tensor, over: Sequence[DeviceMesh]) -> Tensor:
 
 
 def wrap(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
-    """A state under a name that says whose it is: distributed checkpoints take equal names for equal contents.
+    """A state with names that say whose it is: distributed checkpoints take equal names for equal contents.
 
     >>> wrap({"step": 3}, Shard(1, 2))
-    {'shards': 2, 'shard 1 of 2': {'step': 3}}
+    {'shards': 2, 'shard 1 of 2.step': 3}
     >>> wrap({"step": 3}, Shard())
     {'step': 3}
     """
-    return {"shards": shard.parts, shard.label: state} if shard.parts > 1 else state
+    if shard.parts == 1:
+        return state
+    return {"shards": shard.parts, **{f"{shard.label}.{name}": value for name, value in state.items()}}
+
+
+def names(shard: Shard) -> dict[str, Any]:
+    """What torch needs to find in memory in order to read a shard's state from a flat checkpoint.
+
+    >>> names(Shard(1, 2))
+    {'shards': 2, 'shard 1 of 2': None}
+    """
+    return {"shards": shard.parts, shard.label: None}
 
 
 def unwrap(state: dict[str, Any], shard: Shard) -> dict[str, Any] | None:
     """This shard's own state; None if the state was saved with other shards.
 
+    It may be nested: lodo 0.1.0 saved it so, and so does torch read it from a flat checkpoint.
+
+    >>> unwrap({"shards": 2, "shard 1 of 2.step": 3}, Shard(1, 2))
+    {'step': 3}
     >>> unwrap({"shards": 2, "shard 1 of 2": {"step": 3}}, Shard(1, 2))
     {'step': 3}
-    >>> unwrap({"shards": 2, "shard 1 of 2": {"step": 3}}, Shard(0, 3)) is None
+    >>> unwrap({"shards": 2, "shard 1 of 2.step": 3}, Shard(0, 3)) is None
     True
     """
     if state.get("shards", 1) != shard.parts:
         return None
-    return state if shard.parts == 1 else state.get(shard.label)
+    if shard.parts == 1:
+        return state
+    prefix = f"{shard.label}."
+    flat = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    return flat or state.get(shard.label) or None
 
 
 # ---------------------------------------------------------------- ranks that drift apart

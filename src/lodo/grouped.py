@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+SAVED_ONLY = ("format", "fingerprint", "numels")  # names of a saved state whose values are found when it is saved
+
+
 class Grouped(Optimizer):
     """An optimizer with one `Group` for each of its ``param_groups``."""
 
@@ -35,24 +38,33 @@ class Grouped(Optimizer):
         return zip(self._groups, self.param_groups, strict=True)
 
     def _state(self, index: int) -> State:
-        """A group's state, which sits under its first parameter that is not frozen.
-
-        The others have an empty one, because distributed checkpoints miss a parameter without any.
-        """
+        """A group's state, which sits under its first parameter that is not frozen."""
         group, options = self._groups[index], self.param_groups[index]
-        holder = options["params"][group.holder]
-        state: State = self.state[holder]
+        state: State = self.state[options["params"][group.holder]]
         if not state:
             meta = as_meta_optimizer(options["meta_optimizer"])
-            state.update(group.ready(options).initial_state(meta, options["momentum"] == "learned"))
-            self.state.update({p: {} for p in options["params"] if p is not holder})
+            state = group.ready(options).initial_state(meta, options["momentum"] == "learned")
+            self._place(group, options, state)
         return state
+
+    def _place(self, group: Group, options: Options, state: State) -> None:
+        """Put a group's state under its holder, and under every other parameter its own part of the momentum.
+
+        Torch expects a state under every parameter. A flat distributed checkpoint (`flatten_optimizer_state_dict`) is
+        read name by name, for the names in memory; so what exists in saved states only has a name here as well.
+        """
+        shard = group.layout.shard
+        names = dict.fromkeys(SAVED_ONLY) if shard.parts == 1 else distributed.names(shard)
+        for p, momentum in zip(options["params"], group.layout.split(state["momentum"]), strict=True):
+            self.state[p] = {"momentum": momentum} | (names if shard.parts > 1 else {})
+        state.update(names)
+        self.state[options["params"][group.holder]] = state
 
     def _note_empty(self, group: Group, options: Options) -> None:
         """Let torch's checkpoints see that a rank which holds nothing of a group has begun, as other ranks have."""
         if group.layout.shard.parts > 1:
             for p in options["params"]:
-                self.state.setdefault(p, {})
+                self.state[p] = {"shards": group.layout.shard.parts}
 
     def _pending_memory(self) -> int:
         """The bytes that groups have yet to allocate."""

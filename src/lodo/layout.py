@@ -71,6 +71,15 @@ class Layout:
         """The length of the vector."""
         return sum(self.numels)
 
+    def split(self, vector: Tensor) -> list[Tensor]:
+        """One view of the vector for each parameter, in the parameter's shape.
+
+        >>> Layout.of([torch.zeros(2, 2), torch.tensor(0.0)]).split(torch.arange(5.0))[1]
+        tensor(4.)
+        """
+        parts = torch.split(vector, list(self.numels))
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
 
 class Flat:
     """A flat vector with one view of each parameter's shape.
@@ -85,8 +94,7 @@ class Flat:
     def __init__(self, layout: Layout) -> None:
         self.vector = torch.zeros(layout.n, dtype=layout.dtype, device=layout.device)
         self._masked: Tensor | None = None
-        parts = torch.split(self.vector, list(layout.numels))
-        self.views = [part.view(shape) for part, shape in zip(parts, layout.shapes, strict=True)]
+        self.views = layout.split(self.vector)
 
     def read_gradients(self, params: Sequence[Tensor], present: Sequence[bool]) -> None:
         """Copy the gradients in, and zeros where there is none."""

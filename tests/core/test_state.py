@@ -332,7 +332,7 @@ def test_what_is_saved_is_in_natural_order_and_plain(name, backend):
     assert ("gate" in saved) == ("gate" in state)
     if "gate" in saved:
         assert saved["gate"].tolist() == list(state["gate"])
-    assert (saved["format"], saved["step"], saved["meta_step"], saved["skipped"]) == (2, 3, 2, 0)
+    assert (saved["format"], saved["step"], saved["meta_step"], saved["skipped"]) == (3, 3, 2, 0)
     assert saved["fingerprint"] == network(opt).fingerprint
     assert not any(value.dtype == torch.int32 for value in saved.values() if isinstance(value, torch.Tensor))
 
@@ -354,12 +354,96 @@ def test_both_backends_save_the_same():
 
 
 def test_state_sits_under_the_first_parameter_of_each_group():
+    """The others have their part of the momentum."""
     params = [parameter(3) for _ in range(4)]
     opt = LODO([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
     give_gradients(params)
     opt.step()
-    assert {p for p, state in opt.state.items() if state} == {params[0], params[2]}
-    assert [i for i, state in opt.state_dict()["state"].items() if state] == [0, 2]
+    assert [j for j, p in enumerate(params) if "theta" in opt.state[p]] == [0, 2]
+    saved = opt.state_dict()["state"]
+    assert [j for j in saved if "theta" in saved[j]] == [0, 2]
+    assert all(list(saved[j]) == ["momentum"] for j in (1, 3))
+
+
+def copies_of(opt, params):
+    """The optimizer itself, its copies, and one that has loaded its state, each with its parameters."""
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    loaded = small(twins, lr=0.1)
+    loaded.load_state_dict(through_file(opt.state_dict()))
+    pair = (opt, params)
+    return [pair, copy.deepcopy(pair), pickle.loads(pickle.dumps(pair)), (loaded, twins)]
+
+
+def test_every_parameter_has_its_part_of_the_momentum():
+    """In its shape, in memory and saved, before and after more steps, in copies and after loading."""
+    params = [parameter(2, 3), parameter(4), parameter(), parameter(2, dtype=torch.complex128)]
+    opt = small(params, lr=0.1)
+    play(opt, params, gradients(params, 2))
+    for other, own in copies_of(opt, params):
+        play(other, own, gradients(own, 2, seed=1))
+        parts = group_of(other).layout.split(other._state(0)["momentum"])
+        saved = other.state_dict()["state"]
+        for j, p in enumerate(own[1:], 1):
+            assert torch.equal(other.state[p]["momentum"], parts[j])
+            assert torch.equal(saved[j]["momentum"], parts[j])
+            assert parts[j].any()
+        assert [part.shape for part in parts] == [(2, 3), (4,), (), (2, 2)]
+
+
+def nested(entry):
+    """An entry of a saved state as format 2 had it."""
+    return {**entry, "format": 2} if "theta" in entry else {}
+
+
+@pytest.mark.parametrize("name", ["paper", "robust", "schedule-free"])
+def test_states_of_format_2_load(name):
+    """Only the holder had a state."""
+    params = [parameter(5), parameter(2)]
+    opt = small(params, lr=0.1, **OPTIONS.get(name, {}))
+    play(opt, params, gradients(params, 3))
+    state = opt.state_dict()
+    old = {**state, "state": {key: nested(entry) for key, entry in state["state"].items()}}
+    other = small([parameter(5), parameter(2)], lr=0.1, **OPTIONS.get(name, {}))
+    other.load_state_dict(through_file(old))
+    assert same(other.state_dict(), state)
+
+
+def test_a_later_format_is_refused():
+    x = parameter(6)
+    opt = small([x])
+    play(opt, [x], gradients([x], 2))
+    state = opt.state_dict()
+    state["state"][0]["format"] += 1
+    with pytest.raises(ValueError, match="group 0 of the state has format 4, which a later release of lodo saved"):
+        opt.load_state_dict(state)
+
+
+def test_options_that_a_state_lacks_stay_as_they_are():
+    x = parameter(6)
+    opt = small([x], lr=0.1)
+    play(opt, [x], gradients([x], 2))
+    state = opt.state_dict()
+    del state["param_groups"][0]["maximize"]
+    other = small([parameter(6)], lr=0.3, maximize=True)
+    other.load_state_dict(state)
+    assert (other.param_groups[0]["maximize"], other.param_groups[0]["lr"]) == (True, 0.1)
+
+
+def test_groups_that_were_not_added_are_saved_only_if_they_repeat_others():
+    x = parameter(6)
+    opt = small([x], lr=0.1)
+    play(opt, [x], gradients([x], 2))
+    state = opt.state_dict()
+    opt.param_groups.append(opt.param_groups[0])
+    repeated = opt.state_dict()
+    assert same(repeated["state"], state["state"])
+    assert same(repeated["param_groups"], 2 * state["param_groups"])
+    opt.param_groups[1] = {**opt.param_groups[0], "params": [parameter(3)]}
+    with pytest.raises(RuntimeError, match="use add_param_group"):
+        opt.state_dict()
+    opt.param_groups.clear()
+    with pytest.raises(RuntimeError, match="groups cannot be removed"):
+        opt.state_dict()
 
 
 @pytest.mark.parametrize("name", ["paper", "robust", "robust schedule-free"])
@@ -379,9 +463,18 @@ def test_a_first_step_of_nothing_changes_nothing_that_matters(name, backend):
     assert torch.equal(x, y)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("name", ["paper", *OPTIONS])
-def test_distributed_checkpointing_accepts_the_state(name):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+def test_distributed_checkpointing_accepts_the_state(name, flat, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
 
     def model():
         torch.manual_seed(3)
@@ -391,8 +484,11 @@ def test_distributed_checkpointing_accepts_the_state(name):
     opt, resumed = (small(m.parameters(), lr=0.1, **OPTIONS.get(name, {})) for m in (a, b))
     play(opt, list(a.parameters()), gradients(list(a.parameters()), 4))
     b.load_state_dict(a.state_dict())
-    state = copy.deepcopy(get_optimizer_state_dict(a, opt))
-    set_optimizer_state_dict(b, resumed, state)
+    dcp.save(get_optimizer_state_dict(a, opt, options=how), checkpoint_id=tmp_path, no_dist=True)
+    state = get_optimizer_state_dict(b, resumed, options=how)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(b, resumed, state, options=how)
+    assert same(resumed.state_dict(), opt.state_dict())
     steps = gradients(list(a.parameters()), 4, seed=1)
     play(opt, list(a.parameters()), steps)
     play(resumed, list(b.parameters()), steps)

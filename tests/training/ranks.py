@@ -127,21 +127,18 @@ def check_a_rank_that_drifts_is_named() -> None:
 
 def check_ddp_resumes_from_a_distributed_checkpoint(folder: Path) -> None:
     """On another number of ranks too: all hold the same."""
-    straight, resumed = network(), network()
-    opt, other = (LODO(m.parameters(), **SMALL) for m in (straight, resumed))
-    train(straight, opt, range(5))
-    place = folder.parent / "ddp"
-    if world() == 2:
-        saved = {"model": get_model_state_dict(straight), "opt": get_optimizer_state_dict(straight, opt)}
-        dcp.save(saved, checkpoint_id=place)
-    state = {"model": get_model_state_dict(resumed), "opt": get_optimizer_state_dict(resumed, other)}
-    dcp.load(state, checkpoint_id=place)
-    set_model_state_dict(resumed, state["model"])
-    set_optimizer_state_dict(resumed, other, state["opt"])
-    train(straight, opt, range(5, 10))
-    train(resumed, other, range(5, 10))
-    assert all(map(torch.equal, whole(straight), whole(resumed)))
-    assert torch.equal(theta(opt), theta(other))
+    for flat in (False, True):
+        straight, resumed = network(), network()
+        opt, other = (LODO(m.parameters(), **SMALL) for m in (straight, resumed))
+        train(straight, opt, range(5))
+        place = folder.parent / f"ddp {flat}"
+        if world() == 2:
+            save(straight, opt, place, flat)
+        load(resumed, other, place, flat=flat)
+        train(straight, opt, range(5, 10))
+        train(resumed, other, range(5, 10))
+        assert all(map(torch.equal, whole(straight), whole(resumed)))
+        assert torch.equal(theta(opt), theta(other))
 
 
 # ---------------------------------------------------------------- FSDP2
@@ -207,8 +204,12 @@ def check_ranks_that_hold_nothing() -> None:
             each.zero_grad()
             model(x).square().mean().backward()
             each.step()
-    state = get_optimizer_state_dict(layer, opt)  # would wait forever for a rank that takes a first step here
-    set_optimizer_state_dict(layer, opt, state)
+    for flat in (False, True):
+        how = StateDictOptions(flatten_optimizer_state_dict=flat)
+        # this would wait forever for a rank that takes a first step here
+        state = get_optimizer_state_dict(layer, opt, options=how)
+        set_optimizer_state_dict(layer, opt, state, options=how)
+        assert all(opt.state[p] for p in layer.parameters())
     assert opt.diagnostics().keys() >= {"skipped_steps"}
     assert torch.allclose(layer.weight.full_tensor(), twin.weight, rtol=1e-12)
     assert not torch.allclose(layer.weight.full_tensor(), start)
@@ -272,23 +273,30 @@ def check_clipping_and_scaling() -> None:
 # ---------------------------------------------------------------- checkpoints of shards
 
 
-def save(model: nn.Module, opt: LODO, place: Path) -> None:
-    dcp.save({"model": get_model_state_dict(model), "opt": get_optimizer_state_dict(model, opt)}, checkpoint_id=place)
+def both(model: nn.Module, opt: LODO, flat: bool) -> dict[str, object]:
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return {"model": get_model_state_dict(model), "opt": get_optimizer_state_dict(model, opt, options=how)}
 
 
-def load(model: nn.Module, opt: LODO, place: Path, partial: bool = False) -> None:
-    state = {"model": get_model_state_dict(model), "opt": get_optimizer_state_dict(model, opt)}
+def save(model: nn.Module, opt: LODO, place: Path, flat: bool = False) -> None:
+    dcp.save(both(model, opt, flat), checkpoint_id=place)
+
+
+def load(model: nn.Module, opt: LODO, place: Path, partial: bool = False, flat: bool = False) -> None:
+    state = both(model, opt, flat)
     dcp.load(state, checkpoint_id=place, planner=DefaultLoadPlanner(allow_partial_load=partial))
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, opt, state["opt"])
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_optimizer_state_dict(model, opt, state["opt"], options=how)
 
 
 def check_shards_resume_bit_for_bit(folder: Path) -> None:
-    for options in ({}, ROBUST):
+    for options, flat in (({}, False), (ROBUST, False), ({}, True), (ROBUST, True)):
         (one, a), (other, b) = sharded(**options), sharded(**options)
         train(one, a, range(5))
-        save(one, a, folder / f"shards {len(options)}")
-        load(other, b, folder / f"shards {len(options)}")
+        place = folder / f"shards {len(options)} {flat}"
+        save(one, a, place, flat)
+        load(other, b, place, flat=flat)
         assert torch.equal(theta(a), theta(b))
         assert len(set(gathered(theta(a).sum()))) == world()  # each rank has its own
         train(one, a, range(5, 10))
@@ -321,6 +329,21 @@ def check_another_number_of_ranks(folder: Path) -> None:
     train(model, opt, range(5, 8))
     save(model, opt, folder / "restarted")
     load(*sharded(), folder / "restarted")
+
+
+def check_nested_states_load() -> None:
+    """A shard's state was a dict within its parameter's, under the shard's label, until format 3."""
+    (one, a), (_, b) = sharded(), sharded()
+    train(one, a, range(4))
+    state = a.state_dict()
+    assert all(type(x) in (int, float, torch.Tensor) for entry in state["state"].values() for x in entry.values())
+    label = f"shard {rank()} of {world()}"
+    holder = {name.removeprefix(f"{label}."): x for name, x in state["state"][0].items() if name != "shards"}
+    old = {**{key: {} for key in state["state"]}, 0: {"shards": world(), label: {**holder, "format": 2}}}
+    b.load_state_dict({**state, "state": old})
+    assert torch.equal(theta(a), theta(b))
+    assert b.state_dict()["state"].keys() == state["state"].keys()
+    assert all(b.state_dict()["state"][j].keys() == state["state"][j].keys() for j in state["state"])
 
 
 def check_states_in_plain_files() -> None:
