@@ -34,8 +34,6 @@ EXCLUDED = {
     "capturable on CUDA graphs": "a step looks at whether the last one was refused, so it cannot be captured",
     "sparse gradients": "refused with an error: the preconditioner mixes all coordinates (asked in test_errors)",
     "state on CUDA for parameters on the CPU": "this machine has no CUDA",
-    "older state dicts of before maximize or foreach": "there is no older release of LODO",
-    "a step that is a tensor, or not": "LODO's step is a plain int and never was a tensor",
     "fused optimizers under GradScaler": "LODO takes unscaled gradients as most do: test_loops.py",
     "default dtype with foreach": "no foreach; LODO's dtype is that of its parameters",
 }
@@ -48,7 +46,8 @@ def inputs(device, dtype=None):
         )
 
     return [
-        OptimizerInput(params=None, kwargs={"lr": 0.05}, desc="default"),
+        OptimizerInput(params=None, kwargs={}, desc="default"),
+        OptimizerInput(params=None, kwargs={"lr": 0.05}, desc="default but for the lr"),
         one("non-default lr", lr=0.01),
         one("tensor lr", lr=torch.tensor(0.01)),
         one("no momentum", lr=0.02, beta=0.0),
@@ -100,6 +99,10 @@ def made(settings: OptimizerInput, params) -> LODO:
     return LODO(params, **copy.deepcopy(settings.kwargs))
 
 
+def lr_of(settings: OptimizerInput) -> float:
+    return float(settings.kwargs.get("lr", 1.0))
+
+
 def points(device, dtype) -> list[Parameter]:
     torch.manual_seed(0)
     return [Parameter(torch.randn(shape, device=device, dtype=dtype)) for shape in ((3, 2), (4,), ())]
@@ -139,27 +142,30 @@ class TestExaminer(TestCase):
 
     @optims([INFO], dtypes=[torch.float32, torch.float64])
     def test_it_goes_the_right_way_with_every_scheduler(self, device, dtype, optim_info):
+        """Torch's `test_forloop_goes_right_direction`, in its sizes and steps; also for parameters with gaps."""
         for settings in optim_info.optim_inputs_func(device, dtype):
             for schedulers in ((), *optim_info.scheduler_inputs):
-                torch.manual_seed(1)
-                weight = Parameter(torch.randn(2, 3, device=device, dtype=dtype))
-                bias = Parameter(torch.randn(2, device=device, dtype=dtype))
-                x = torch.randn(3, device=device, dtype=dtype)
-                opt = made(settings, [weight, bias])
-                chain = [make(opt) for make in schedulers]
-                values = []
-                for _ in range(15):
-                    opt.zero_grad()
-                    loss = (weight @ x + bias).square().sum()
-                    values.append(loss.item())
-                    loss.backward()
-                    opt.step()
-                    for scheduler in chain:
-                        scheduler.step(*([values[-1]] if isinstance(scheduler, ReduceLROnPlateau) else []))
-                if settings.kwargs.get("maximize"):
-                    self.assertGreater(values[-1], values[0])
-                else:
-                    self.assertLess(values[-1], values[0])
+                for gaps in (False, True):
+                    torch.manual_seed(1)
+                    shapes = [(10, 5, 2), (10, 2)] if gaps else [(10, 5), (10,)]
+                    drawn = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+                    weight, bias = (Parameter(x[..., 0] if gaps else x) for x in drawn)
+                    x = torch.randn(5, device=device, dtype=dtype)
+                    opt = made(settings, [weight, bias])
+                    chain = [make(opt) for make in schedulers]
+                    values = []
+                    for _ in range(21):
+                        opt.zero_grad()
+                        loss = (weight.mv(x) + bias).square().sum()
+                        values.append(loss.item())
+                        loss.backward()
+                        opt.step()
+                        for scheduler in chain:
+                            scheduler.step(*([values[-1]] if isinstance(scheduler, ReduceLROnPlateau) else []))
+                    if settings.kwargs.get("maximize"):
+                        self.assertGreater(values[-1], values[0])
+                    else:
+                        self.assertLess(values[-1], values[0])
 
     @optims([INFO], dtypes=[torch.float64])
     def test_param_groups_have_their_own_lr_and_weight_decay(self, device, dtype, optim_info):
@@ -171,8 +177,7 @@ class TestExaminer(TestCase):
             a.grad, b.grad = torch.ones_like(a), torch.zeros_like(b)
             opt.step()
             self.assertEqual(a, before[0], rtol=0, atol=0)
-            lr = float(settings.kwargs["lr"])
-            self.assertEqual(b, (1 - 0.25 * lr) * before[1])
+            self.assertEqual(b, (1 - 0.25 * lr_of(settings)) * before[1])
             self.assertEqual(opt.param_groups[0].keys(), opt.param_groups[1].keys())
 
     @optims([INFO], dtypes=[torch.complex64, torch.complex128])
@@ -264,13 +269,88 @@ class TestExaminer(TestCase):
                 self.assertEqual(getattr(opt, name), getattr(twin, name), rtol=0, atol=0, msg=name)
 
     @optims([INFO], dtypes=[torch.float32])
-    def test_the_state_is_not_empty_after_a_step(self, device, dtype, optim_info):
+    def test_no_state_is_empty_after_a_step(self, device, dtype, optim_info):
+        """Torch's `test_non_empty_state`; and no parameter is left out."""
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            model = torch.nn.Linear(5, 5, device=device, dtype=dtype)
+            opt = made(settings, model.parameters())
+            model(torch.rand(2, 5, device=device, dtype=dtype)).sum().backward()
+            opt.step()
+            self.assertEqual(set(opt.state), set(model.parameters()))
+            for state in opt.state.values():
+                self.assertGreater(len(state), 0)
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_states_of_equal_runs_are_equal(self, device, dtype, optim_info):
+        """Torch's `test_state_dict_deterministic`, with its clause on repeated parameters (torch's issue 36831)."""
+
+        def train(opt, weight, bias, x):
+            opt.zero_grad()
+            (weight.mv(x) + bias).square().sum().backward()
+            opt.step()
+
+        def listed(params, named):
+            return [(f"name{j}", p) for j, p in enumerate(params)] if named else params
+
+        def nameless(state):
+            return [{k: v for k, v in group.items() if k != "param_names"} for group in state["param_groups"]]
+
+        x = torch.randn(3, device=device, dtype=dtype)
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            for first, second in ((False, False), (False, True), (True, False), (True, True)):
+                params = [Parameter(torch.randn(s, device=device, dtype=dtype)) for s in ((2, 3), (2,))]
+                opt = made(settings, listed(params, first))
+                for _ in range(10):
+                    train(opt, *params, x)
+                twins = [Parameter(p.detach().clone()) for p in params]
+                twin = made(settings, listed(twins, second))
+                twin.load_state_dict(copy.deepcopy(opt.state_dict()))
+                for _ in range(10):
+                    train(opt, *params, x)
+                    train(twin, *twins, x)
+                    self.assertEqual(params, twins)
+                self.assertEqual(opt.state_dict()["state"], twin.state_dict()["state"])
+                self.assertEqual(nameless(opt.state_dict()), nameless(twin.state_dict()))
+                twin.param_groups.extend(twin.param_groups)
+                self.assertEqual(nameless(opt.state_dict())[-1], nameless(twin.state_dict())[-1])
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_a_state_without_newer_flags_loads(self, device, dtype, optim_info):
+        """Torch's `test_can_load_older_state_dict`: a state of before `maximize` and others."""
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            model = torch.nn.Sequential(torch.nn.Conv2d(4, 2, 1, stride=2), torch.nn.BatchNorm2d(2))
+            model.to(device=device, dtype=dtype)
+            x = torch.rand(1, 4, 16, 16, device=device, dtype=dtype)
+            opt = made(settings, model.parameters())
+
+            def train(opt, model=model, x=x):
+                opt.zero_grad()
+                model(x).sum().backward()
+                opt.step()
+
+            for _ in range(3):
+                train(opt)
+            old = copy.deepcopy(opt.state_dict())
+            for group in old["param_groups"]:
+                for flag in ("maximize", "foreach", "fused", "differentiable", "capturable"):
+                    group.pop(flag, None)
+            opt.load_state_dict(old)
+            train(opt)
+
+    @optims([INFO], dtypes=[torch.float32])
+    def test_a_step_count_that_is_no_tensor_loads(self, device, dtype, optim_info):
+        """Torch's `test_load_nontensor_step`; and one that is a tensor, as it is on devices."""
         for settings in optim_info.optim_inputs_func(device, dtype):
             params = points(device, dtype)
             opt = made(settings, params)
-            advance(opt, params)
-            self.assertEqual(set(opt.state), set(params))
-            self.assertIn("step", opt.state[params[0]])
+            advance(opt, params, 3)
+            for kind in (lambda step: step.item() if torch.is_tensor(step) else step, torch.as_tensor):
+                state = copy.deepcopy(opt.state_dict())
+                for entry in state["state"].values():
+                    if "step" in entry:
+                        entry["step"] = kind(entry["step"])
+                opt.load_state_dict(state)
+                advance(opt, params)
 
     @optims([INFO], dtypes=[torch.float32])
     def test_hooks(self, device, dtype, optim_info):
@@ -301,7 +381,7 @@ class TestExaminer(TestCase):
     def test_a_tensor_lr_is_a_number(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
             numbers, tensors = points(device, dtype), points(device, dtype)
-            lr = float(settings.kwargs["lr"])
+            lr = lr_of(settings)
             a = LODO(numbers, **{**settings.kwargs, "lr": lr})
             b = LODO(tensors, **{**settings.kwargs, "lr": torch.tensor(lr, dtype=dtype)})
             advance(a, numbers, 3)
