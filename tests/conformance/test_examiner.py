@@ -180,6 +180,35 @@ class TestExaminer(TestCase):
             self.assertEqual(b, (1 - 0.25 * lr_of(settings)) * before[1])
             self.assertEqual(opt.param_groups[0].keys(), opt.param_groups[1].keys())
 
+    @optims([INFO], dtypes=[torch.float32])
+    def test_groups_learn_with_options_of_their_own(self, device, dtype, optim_info):
+        """Torch's `test_param_groups_lr` and `test_param_groups_weight_decay`."""
+        for settings in optim_info.optim_inputs_func(device, dtype):
+            outer = {k: v for k, v in settings.kwargs.items() if k in ("backend", "recipe")}
+            own = {"lr": 1e-3, **{k: v for k, v in settings.kwargs.items() if k not in outer}}
+            for decay in (False, True):
+                torch.manual_seed(1)
+                weight, bias, idle, x = (
+                    torch.randn(shape, device=device, dtype=dtype) for shape in ((10, 5), (10,), (2,), (5,))
+                )
+                weight, bias, idle = Parameter(weight), Parameter(bias), Parameter(idle)
+                before = idle.detach().clone()
+                if decay:
+                    groups = [{"params": [weight], **own}, {"params": [bias], **own, "weight_decay": 0.0}]
+                else:
+                    groups = [{"params": [weight, bias], **own}, {"params": [idle]}]
+                opt = LODO(groups, **{"lr": 1e-28, **outer})
+                values = []
+                for _ in range(20):
+                    opt.zero_grad()
+                    loss = (weight.mv(x) + bias).square().sum()
+                    values.append(loss.item())
+                    loss.backward()
+                    idle.grad = torch.rand_like(idle)
+                    opt.step()
+                self.assertEqual(values[-1] > values[0], bool(settings.kwargs.get("maximize")), msg=settings.desc)
+                self.assertEqual(idle, before)
+
     @optims([INFO], dtypes=[torch.complex64, torch.complex128])
     def test_complex_parameters_are_pairs_of_reals(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
