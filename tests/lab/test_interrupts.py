@@ -37,6 +37,7 @@ def interrupt(program, tmp_path, number=signal.SIGINT, **env):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests themselves may ignore it
         env={**os.environ, "READY": str(ready), **env},
     )
     deadline = time.monotonic() + 60

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -252,7 +253,7 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
             yield client
         return
     with tempfile.TemporaryDirectory(prefix="lodo-dask-") as scratch, cleaning_up(partial(_kill_workers, scratch)):
-        with _without_interrupts():
+        with dask.config.set({"temporary-directory": scratch}), _without_interrupts():
             cluster = distributed.LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
@@ -281,12 +282,22 @@ def _without_interrupts() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # starting it later would let interrupts in again
+    _start_resource_tracker()  # starting it later would let interrupts in again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_resource_tracker() -> None:
+    """Start the process that deletes the semaphores of killed processes. It must not warn that it had to."""
+    quiet = "ignore:resource_tracker:UserWarning"
+    sys.warnoptions.append(quiet)  # new processes inherit these
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(quiet)
 
 
 def _one_of_each(runs: Sequence[Run]) -> list[Run]:
