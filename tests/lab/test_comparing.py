@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import time
 
 import numpy as np
 import pytest
@@ -185,6 +186,32 @@ def test_the_command_writes_a_page_and_is_on_it(tmp_path):
     assert shlex.split(shown) == ["lodo", *map(str, words), "--out", str(out)]
     summary = json.loads((out / "compare-rosenbrock" / "summary.json").read_text())
     assert [row["optimizer"] for row in summary["rows"] if row["metric"] == LOSS] == ["LODO", "torch.SGD (lr=0.01)"]
+
+
+def test_a_rival_whose_sigma_was_not_measured_is_healthy(tmp_path):
+    words = ["bowl", "--optimizers", "lodo, torch.AdamW(lr=1.0)", "--steps", 100, "--seeds", 2]
+    said = invoke("compare", *words, "--workers", 0, "--out", tmp_path, "-o", tmp_path / "page.html")
+    assert "diverged" not in said
+    rows = json.loads((tmp_path / "compare-bowl" / "summary.json").read_text())["rows"]
+    assert {row["diverged"] for row in rows} == {0}
+    assert [row["optimizer"] for row in rows if "sigma" in row["metric"]] == ["LODO", "LODO"]
+    assert "diverged" not in (tmp_path / "compare-bowl" / "table.md").read_text()
+
+
+class Compiles(torch.optim.SGD):
+    """Takes long for its first step, as if it compiled something."""
+
+    def step(self, closure):
+        if not self.state:
+            self.state["compiled"] = True
+            time.sleep(0.3)
+        return super().step(closure)
+
+
+def test_timings_do_not_count_first_calls(tmp_path):
+    found = compare(regression, {"compiles": lambda params: Compiles(params, lr=0.01)}, out=None)
+    (row,) = [row for row in found.rows if row.metric == TIME]
+    assert row.mean < 0.3e6 / 20, "the mean over all 20 steps would be above"
 
 
 def test_a_report_has_comparisons_too(tmp_path):

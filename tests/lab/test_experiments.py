@@ -7,6 +7,8 @@ import math
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from lodo.lab import experiments
 from lodo.lab.cli import app
 from lodo.lab.experiments.base import tail
-from lodo.lab.experiments.paper.bowl import AT_100K, LOSS, tracking_error
+from lodo.lab.experiments.paper.bowl import AT_100K, LOSS, last, tracking_error
 from lodo.lab.experiments.paper.rosenbrock import late
 from lodo.lab.optimizers import Choice, parse
 from lodo.lab.pipeline import run_experiment
@@ -76,6 +78,15 @@ def test_a_row_averages_the_seeds_that_did_not_diverge():
     gone = measure("BFGS", "loss", [curve([1.0], diverged=True)], tail)
     assert (gone.mean, gone.std, gone.diverged) == (None, None, 1)
     assert gone.cells[1] == "diverged"
+
+
+def test_what_was_not_measured_has_not_diverged():
+    with_sigma = replace(curve([1.0, 2.0]), columns={**curve([1.0, 2.0]).columns, "sigma": np.array([math.nan, 0.5])})
+    sigma = partial(last, column="sigma")
+    row = measure("LODO", "sigma", [with_sigma, curve([1.0]), curve([1.0], diverged=True)], sigma)
+    assert (row.mean, row.seeds, row.diverged) == (0.5, 2, 1)
+    none = measure("Adam", "sigma", [curve([1.0]), curve([2.0])], sigma)
+    assert (none.mean, none.seeds, none.diverged, none.ours) == (None, 0, 0, "not measured")
 
 
 def test_markdown_has_one_table_for_each_metric():

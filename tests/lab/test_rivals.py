@@ -24,8 +24,8 @@ from helpers import same
 from interruptions import interrupted, same_but_for_time
 from lodo.lab import experiments
 from lodo.lab.cli import app
-from lodo.lab.experiments.base import tail
-from lodo.lab.experiments.beyond.rivals import RivalRow, step_time
+from lodo.lab.experiments.base import step_time, tail
+from lodo.lab.experiments.beyond.rivals import RivalRow
 from lodo.lab.optimizers import (
     COSTS,
     Choice,
@@ -454,6 +454,14 @@ def test_the_time_of_a_step_is_a_median():
     assert step_time([timed(1000, seconds=once_disturbed)]) == pytest.approx(100)
     assert step_time([timed(1000), timed(1000), timed(1000, seconds=3e-4)]) == pytest.approx(100)
     assert step_time([timed(3)]) == pytest.approx(100)
+    assert step_time([timed(1)]) == pytest.approx(100)
+    compiling = np.full(20, 1e-4)
+    compiling[:2] = 5.0
+    assert step_time([timed(20, seconds=compiling)]) == pytest.approx(100)
+    assert step_time([timed(2, seconds=compiling[[0, -1]])]) == pytest.approx(100), "the first step is left out"
+    now_and_then = np.full(1000, 1e-4)
+    now_and_then[::10] = 1.1e-3
+    assert step_time([timed(1000, seconds=now_and_then)]) == pytest.approx(200, rel=0.01), "all work counts"
 
 
 def test_a_row_is_compared_after_as_many_steps():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from lodo._checks import check_int
 from lodo.lab.experiments import load
-from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_label, digest_of, tail
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_label, digest_of, step_time, tail
 from lodo.lab.experiments.catalog import Entry, Size
 from lodo.lab.experiments.paper.bowl import last
 from lodo.lab.experiments.paper.rosenbrock import trajectories
@@ -32,12 +31,12 @@ from lodo.lab.plugins import import_object, is_plugin
 from lodo.lab.run import COLUMNS, Curve, file_name
 from lodo.lab.show.curves import learning_curves, tracked_curves
 from lodo.lab.show.plots import Axis, Figure
-from lodo.lab.show.tables import Row, measure
+from lodo.lab.show.tables import Row, Value, measure
 from lodo.lab.tasks import TASKS, Task, check_task, find_task
 from lodo.lab.tasks.base import Problem, task_from_function
 
 LOSS = "loss over the last 10 %"
-TIME = "microseconds of training an evaluation, while runs shared the machine"
+TIME = "microseconds of training for an evaluation, the median, while runs shared the machine"
 
 Maker = Callable[[list[Parameter]], Optimizer]
 
@@ -94,9 +93,7 @@ class Comparison(Experiment):
             rows += _compared_rows(f"{column} at the end", results, partial(last, column=column))
         for name in dict.fromkeys(name for curves in results.values() for curve in curves for name in curve.final):
             rows += _compared_rows(f"{name}, measured once", results, partial(_final, name=name))
-        return rows + _compared_rows(
-            TIME, results, lambda curve: 1e6 * float(curve["seconds"][-1] / curve["evaluations"][-1])
-        )
+        return rows + _compared_rows(TIME, results, lambda curve: step_time([curve]))
 
     def figures(self, request: Request, results: Results) -> list[Figure]:
         groups, first = by_label(results), request.first_axis
@@ -130,8 +127,8 @@ def tracked_columns(results: Results) -> list[str]:
     return [name for name in dict.fromkeys(every) if name not in ("step", *COLUMNS)]
 
 
-def _final(curve: Curve, name: str) -> float:
-    return curve.final.get(name, math.nan)
+def _final(curve: Curve, name: str) -> float | None:
+    return curve.final.get(name)
 
 
 def _all_positive(results: Results) -> bool:
@@ -139,8 +136,13 @@ def _all_positive(results: Results) -> bool:
     return all(curve["loss"].min() > 0 for curves in results.values() for curve in curves if not curve.diverged)
 
 
-def _compared_rows(metric: str, results: Results, value: Callable[[Curve], float]) -> list[Row]:
-    rows = [measure(cell.label, metric, curves, value) for cell, curves in results.items()]
+def _compared_rows(metric: str, results: Results, value: Value) -> list[Row]:
+    """A table with a row for every optimizer in whose runs the quantity was measured."""
+    rows = [
+        measure(cell.label, metric, curves, value)
+        for cell, curves in results.items()
+        if any(value(curve) is not None for curve in curves)
+    ]
     lowest = min((row.mean for row in rows if row.mean is not None and row.mean > 0), default=None)
     return [ComparedRow(**asdict(row), lowest=lowest) for row in rows]
 

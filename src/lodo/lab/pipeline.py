@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import mean
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from lodo.lab.executor import OnProgress, load_finished, sweep
-from lodo.lab.experiments.base import Experiment, Plan, Request, Results, environments
+from lodo.lab.experiments.base import Experiment, Plan, Request, Results, environments, step_time
 from lodo.lab.files import check_folder, write_atomically
 from lodo.lab.run import Run
 from lodo.lab.show import tables
@@ -96,11 +95,8 @@ def _draw(experiment: Experiment, request: Request, results: Results, folder: Pa
 
 
 def _timings(results: Results) -> dict[str, float]:
-    """Microseconds of training for each evaluation, measured while runs shared the machine."""
-    return {
-        " ".join(filter(None, cell)): mean(1e6 * float(c["seconds"][-1]) / float(c["evaluations"][-1]) for c in curves)
-        for cell, curves in results.items()
-    }
+    """Microseconds of training for each evaluation, as a median, measured while runs shared the machine."""
+    return {" ".join(filter(None, cell)): step_time(curves) for cell, curves in results.items()}
 
 
 @contextmanager

@@ -244,3 +244,20 @@ def tail(curve: Curve, *, fresh: bool = False, part: float = 0.1) -> float:
 def repeats(curve: Curve) -> bool:
     """Whether batches were evaluated more than once."""
     return bool(curve["evaluations"][-1] > len(curve["step"]))
+
+
+def step_time(curves: Sequence[Curve], parts: int = 100) -> float:
+    """Microseconds of training for an evaluation and its share of a step: the median over equal parts of all runs.
+
+    Parts are means over several steps where there are enough, because some optimizers do the bulk of their work in
+    every tenth step. The first step, which may compile a kernel or draw a network, belongs to no part.
+    """
+    times: list[float] = []
+    for curve in curves:
+        steps = len(curve["step"])
+        first = 1 if steps > 1 else 0
+        number = min(parts, max(5, steps // 10), steps - first)
+        edges = np.linspace(first, steps, number + 1).astype(int)
+        seconds, evaluations = (np.append(0.0, curve[name])[edges] for name in ("seconds", "evaluations"))
+        times.extend(1e6 * np.diff(seconds) / np.diff(evaluations))
+    return float(np.median(times))

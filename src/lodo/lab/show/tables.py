@@ -15,6 +15,7 @@ from rich.table import Table
 from lodo.lab.run import Curve
 
 Paper = tuple[float | None, float | None]  # mean and standard deviation, where the paper gives them
+Value = Callable[[Curve], float | None]  # the result of a run; None if it was not measured
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class Row:
     @property
     def ours(self) -> str:
         """The result as text."""
-        return with_spread(self.mean, self.std) if self.mean is not None else "diverged"
+        if self.mean is None:
+            return "diverged" if self.diverged else "not measured"
+        return with_spread(self.mean, self.std)
 
     @property
     def runs(self) -> str:
@@ -63,11 +66,14 @@ class Row:
         return self.optimizer, self.ours, paper, difference, self.runs
 
 
-def measure(
-    optimizer: str, metric: str, curves: Sequence[Curve], value: Callable[[Curve], float], paper: Paper = (None, None)
-) -> Row:
-    """A row from the curves of all seeds; a value that is not finite counts as diverged."""
-    values = [math.nan if curve.diverged else value(curve) for curve in curves]
+def measure(optimizer: str, metric: str, curves: Sequence[Curve], value: Value, paper: Paper = (None, None)) -> Row:
+    """A row from the curves of all seeds.
+
+    A value that is not finite counts as diverged. A run without a value, because the quantity was not measured in it,
+    does not count at all.
+    """
+    every = [math.nan if curve.diverged else value(curve) for curve in curves]
+    values = [v for v in every if v is not None]
     finite = [v for v in values if math.isfinite(v)]
     return Row(
         optimizer=optimizer,

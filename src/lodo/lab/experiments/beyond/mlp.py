@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import mean, stdev
@@ -13,12 +13,13 @@ import numpy as np
 
 from lodo.lab import data
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, digest_of, tail
+from lodo.lab.experiments.paper.bowl import last
 from lodo.lab.optimizers import Choice
 from lodo.lab.run import Curve, Run
 from lodo.lab.show.curves import learning_curves, tracked_curves
 from lodo.lab.show.plots import Axis, Figure, Line, Plot, Shade
 from lodo.lab.show.styles import Style, styles
-from lodo.lab.show.tables import Row, measure
+from lodo.lab.show.tables import Row, Value, measure
 from lodo.lab.tasks.mlp import BATCH, CLASSES, HIDDEN, SIDE
 
 TUNING = 2  # seeds that choose the settings; the later ones are held out
@@ -193,7 +194,7 @@ def _best_of_each_beta(results: Results) -> list[Cell]:
     return [chosen(part)[label] for label, parts in betas.items() if len(parts) > 1 for part in parts.values()]
 
 
-def _row(cell: Cell, metric: str, curves: Sequence[Curve], value: Callable[[Curve], float]) -> SettingRow:
+def _row(cell: Cell, metric: str, curves: Sequence[Curve], value: Value) -> SettingRow:
     row = measure(cell.label, metric, curves, value)
     error = None if row.std is None else row.std / math.sqrt(row.seeds - row.diverged)
     return SettingRow(**asdict(row), setting=cell.variant, error=error)
@@ -214,9 +215,9 @@ def _label(cell: Cell) -> str:
     return ": ".join(filter(None, cell))
 
 
-def _accuracy(curve: Curve) -> float:
-    values = curve.tracked("test_accuracy")[1]
-    return 100 * float(values[-1]) if len(values) else math.nan
+def _accuracy(curve: Curve) -> float | None:
+    accuracy = last(curve, "test_accuracy")
+    return None if accuracy is None else 100 * accuracy
 
 
 def settings_plot(results: Results) -> Plot:

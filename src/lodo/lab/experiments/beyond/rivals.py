@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, step_time
 from lodo.lab.experiments.paper.bowl import (
     AT_100K,
     FRESH,
@@ -21,7 +21,6 @@ from lodo.lab.experiments.paper.bowl import (
 )
 from lodo.lab.optimizers import COSTS, OPTIMIZERS, QUADRATIC, Choice
 from lodo.lab.optimizers.bowl_rivals import Known, bowl_rivals
-from lodo.lab.run import Curve
 from lodo.lab.show.plots import Axis, Figure, Line, Plot
 from lodo.lab.show.styles import Style
 from lodo.lab.show.tables import Row, measure
@@ -168,18 +167,6 @@ def _knowns() -> dict[str, Known]:
     """Known errors by label, from rivals.toml and from the paper."""
     paper = {label: Known(mean, 100_000) for label, (mean, _) in AT_100K.items() if mean is not None}
     return paper | {rival.choice.label: rival.known for rival in bowl_rivals().values() if rival.known}
-
-
-def step_time(curves: Sequence[Curve], parts: int = 100) -> float:
-    """Microseconds of training an evaluation: the median over equal parts of all runs."""
-    times: list[float] = []
-    for curve in curves:
-        steps = len(curve["step"])
-        ends = np.linspace(0, steps, min(parts, steps) + 1).astype(int)[1:] - 1
-        seconds = np.diff(curve["seconds"][ends].astype(np.float64), prepend=0.0)
-        evaluations = np.diff(curve["evaluations"][ends].astype(np.float64), prepend=0.0)
-        times.extend(1e6 * seconds / evaluations)
-    return float(np.median(times))
 
 
 def costs_plot(rows: Sequence[RivalRow], best: float) -> Plot:

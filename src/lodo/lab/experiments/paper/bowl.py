@@ -156,10 +156,10 @@ def tracking_error(curve: Curve, fresh: bool = False) -> float:
     return error if (error := tail(curve, fresh=fresh)) < standing_still else math.nan
 
 
-def last(curve: Curve, column: str) -> float:
-    """The last measurement of a tracked quantity."""
+def last(curve: Curve, column: str) -> float | None:
+    """The last measurement of a tracked quantity; None if there is none."""
     values = curve.tracked(column)[1]
-    return float(values[-1]) if len(values) else math.nan
+    return float(values[-1]) if len(values) else None
 
 
 _DENSE = frozenset(known.label for known in OPTIMIZERS.values() if known.cost == QUADRATIC)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import mean, stdev
 from typing import ClassVar
@@ -11,11 +11,11 @@ from typing import ClassVar
 import numpy as np
 
 from lodo.lab import data
-from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, digest_of, tail
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, by_label, digest_of, step_time, tail
 from lodo.lab.run import Curve
 from lodo.lab.show.curves import Groups, late_range, learning_curves, mean_line, progress, thinned, tracked_curves
 from lodo.lab.show.plots import Axis, Figure, Plot
-from lodo.lab.show.tables import Paper, Row, measure, with_spread
+from lodo.lab.show.tables import Paper, Row, Value, measure, with_spread
 
 SPEED = "steps a second, while runs shared the machine"
 
@@ -46,8 +46,8 @@ class RankedRow(Row):
         return self.optimizer, self.ours, ranks[0], behind, paper, ranks[1], self.runs
 
 
-def ranked(rows: Sequence[Row], values: Sequence[Sequence[float]], largest_first: bool = False) -> list[Row]:
-    """Rows with their ranks, among ours and among the paper's; ``values`` are those of each seed."""
+def ranked(rows: Sequence[Row], values: Sequence[Sequence[float | None]], largest_first: bool = False) -> list[Row]:
+    """Rows with their ranks, among ours and among the paper's; ``values`` are those of each seed, where it has one."""
     sign = -1 if largest_first else 1
 
     def ranks(values: Mapping[str, float | None]) -> dict[str, int]:
@@ -59,7 +59,8 @@ def ranked(rows: Sequence[Row], values: Sequence[Sequence[float]], largest_first
     best = next((of for row, of in zip(rows, values, strict=True) if ours.get(row.optimizer) == 1), [])
     found: list[Row] = []
     for row, of in zip(rows, values, strict=True):
-        pairs = [mine - other for mine, other in zip(of, best, strict=False) if math.isfinite(mine - other)]
+        both = [(a, b) for a, b in zip(of, best, strict=False) if a is not None and b is not None]
+        pairs = [mine - other for mine, other in both if math.isfinite(mine - other)]
         found.append(
             RankedRow(
                 **asdict(row),
@@ -96,7 +97,7 @@ class NetworkExperiment(Experiment):
         self,
         metric: str,
         results: Results,
-        value: Callable[[Curve], float],
+        value: Value,
         paper: Mapping[str, Paper],
         largest_first: bool = False,
     ) -> list[Row]:
@@ -105,7 +106,7 @@ class NetworkExperiment(Experiment):
         rows = [
             measure(cell.label, metric, curves, value, paper.get(cell.label, none)) for cell, curves in results.items()
         ]
-        values = [[math.nan if c.diverged else value(c) for c in curves] for curves in results.values()]
+        values = [[None if c.diverged else value(c) for c in curves] for curves in results.values()]
         return ranked(rows, values, largest_first)
 
     def notes(self, request: Request, results: Results) -> list[str]:
@@ -138,14 +139,15 @@ class NetworkExperiment(Experiment):
 
 
 def speed(curve: Curve) -> float:
-    """Steps a second of training."""
-    return float(len(curve["step"]) / curve["seconds"][-1])
+    """Steps a second of training, as far as its median tells."""
+    evaluations_a_step = float(curve["evaluations"][-1] / len(curve["step"]))
+    return 1e6 / (step_time([curve]) * evaluations_a_step)
 
 
-def last_tracked(curve: Curve, column: str) -> float:
-    """The mean over the last tenth of the measurements of a tracked quantity."""
+def last_tracked(curve: Curve, column: str) -> float | None:
+    """The mean over the last tenth of the measurements of a tracked quantity; None if there are none."""
     values = curve.tracked(column)[1]
-    return float(values[-max(1, len(values) // 10) :].mean()) if len(values) else float("nan")
+    return float(values[-max(1, len(values) // 10) :].mean()) if len(values) else None
 
 
 def difference_plot(groups: Groups) -> Plot:

@@ -177,9 +177,9 @@ class MomentumExperiment(MnistExperiment):
         return []
 
 
-def test_loss(curve: Curve) -> float:
-    """The loss on the test images after the last step."""
-    return curve.final.get("test_loss", math.nan)
+def test_loss(curve: Curve) -> float | None:
+    """The loss on the test images after the last step; None if it was not measured."""
+    return curve.final.get("test_loss")
 
 
 test_loss.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever pytest thinks
