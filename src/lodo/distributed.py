@@ -135,7 +135,7 @@ def wrap(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
 
 
 def names(shard: Shard) -> dict[str, Any]:
-    """What torch needs to find in memory in order to read a shard's state from a flat checkpoint.
+    """What torch (from 2.10 on) needs to find in memory in order to read a shard's state from a flat checkpoint.
 
     >>> names(Shard(1, 2))
     {'shards': 2, 'shard 1 of 2': None}

