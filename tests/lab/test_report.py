@@ -433,7 +433,7 @@ def test_axes_can_be_chosen(shown):
     figure = plot(shown, "bowl-curves")
     axes = "canvas => [canvas.layout.xaxis.type, canvas.layout.xaxis.title.text, canvas.layout.yaxis.type]"
     canvas = figure.locator(".canvas")
-    assert canvas.evaluate(axes) == ["linear", "evaluations of the loss and its gradient", "log"]
+    assert canvas.evaluate(axes) == ["linear", "step: an evaluation of the loss and its gradient", "log"]
 
     def ends():
         return {trace["name"]: trace["x"][-1] for trace in traces(figure) if trace["name"]}

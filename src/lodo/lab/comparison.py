@@ -35,7 +35,7 @@ from lodo.lab.show.tables import Row, Value, measure
 from lodo.lab.tasks import TASKS, Task, check_task, find_task
 from lodo.lab.tasks.base import Problem, task_from_function
 
-LOSS = "loss over the last 10 %"
+LOSS = "loss over the last 10 %, on fresh batches"
 TIME = "microseconds of training for an evaluation, the median, while runs shared the machine"
 
 Maker = Callable[[list[Parameter]], Optimizer]
@@ -88,7 +88,7 @@ class Comparison(Experiment):
         return self.by_choice(request, **options)
 
     def rows(self, request: Request, results: Results) -> list[Row]:
-        rows = _compared_rows(LOSS, results, tail)
+        rows = _compared_rows(LOSS, results, partial(tail, fresh=True))
         for column in tracked_columns(results):
             rows += _compared_rows(f"{column} at the end", results, partial(last, column=column))
         for name in dict.fromkeys(name for curves in results.values() for curve in curves for name in curve.final):

@@ -249,7 +249,7 @@
     }
 
     const set = (name) => (value) => { state[name] = value; draw(); };
-    const titles = { step: "step", evaluations: "evaluation", seconds: "second" };
+    const titles = { step: "evaluations" in data.choices ? "update" : "step", evaluations: "step", seconds: "second" };
     const controls = element("div", { class: "controls" });
     if (Object.keys(data.choices).length > 1) {
       const options = Object.fromEntries(Object.keys(data.choices).map((name) => [name, titles[name] ?? name]));

@@ -12,8 +12,8 @@ from lodo.lab.show.plots import Axis, Line, Plot
 
 POINTS = 160  # at most, in a line
 PROGRESS = {
-    "evaluations": "evaluations of the loss and its gradient",
-    "step": "step",
+    "evaluations": "step: an evaluation of the loss and its gradient",
+    "step": "update: a fresh batch",
     "seconds": "seconds of training",
 }
 
@@ -21,14 +21,17 @@ Groups = Mapping[str, Sequence[Curve]]  # the curves of every seed, by label
 
 
 def progress(groups: Groups, first: str | None = None) -> dict[str, str]:
-    """The choices of an x axis along runs, beginning with ``first``; steps alone where each is one evaluation.
+    """The choices of an x axis along runs, beginning with ``first``.
+
+    A step is one evaluation of the loss and its gradient, as in the paper. Only where an optimizer evaluates a batch
+    several times are updates another choice.
 
     >>> progress({}, first="seconds")
     {'seconds': 'seconds of training', 'step': 'step'}
     """
     twice = any(curve["evaluations"][-1] > curve["step"][-1] for curves in groups.values() for curve in curves)
-    choices = {name: label for name, label in PROGRESS.items() if twice or name != "evaluations"}
-    return choices if first is None else {first: PROGRESS[first], **choices}
+    choices = PROGRESS if twice else {"step": "step", "seconds": PROGRESS["seconds"]}
+    return dict(choices) if first is None else {first: PROGRESS[first], **choices}
 
 
 def learning_curves(

@@ -13,7 +13,7 @@ import numpy as np
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, step_time
 from lodo.lab.experiments.paper.bowl import (
     AT_100K,
-    FRESH,
+    LOSS,
     check_noise,
     compare_with_rivals,
     tracking_error,
@@ -84,7 +84,7 @@ class RivalsExperiment(Experiment):
         times = {cell.label: step_time(curves) for cell, curves in results.items()}
         rows: list[RivalRow] = []
         for (label, _), curves in results.items():
-            row = measure(label, FRESH, curves, partial(tracking_error, fresh=True))
+            row = measure(label, LOSS, curves, partial(tracking_error, fresh=True))
             known = knowns.get(label)
             rows.append(
                 RivalRow(
@@ -192,7 +192,7 @@ def costs_plot(rows: Sequence[RivalRow], best: float) -> Plot:
         "costs",
         "What they reach, and how long a step takes",
         Axis("microseconds a step", log=True),
-        Axis(FRESH, log=True),
+        Axis(LOSS, log=True),
         lines,
         levels={f"Newton ({best:.4g})": best},
         write_names=True,
