@@ -7,17 +7,35 @@ that is refused there is computed with coefficients that change nothing.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lodo._checks import check_real
 from lodo.engines import Lesson
 from lodo.group import Network, Options, State
 from lodo.guard import Guard
-from lodo.meta import Learned
+from lodo.layout import real
+from lodo.meta import Learned, MetaOptimizer
 from lodo.recipes import as_meta_optimizer
-from lodo.scalars import Flag, Scalar, largest, scalar_on, where
+from lodo.safety import measured
+from lodo.scalars import Flag, Scalar, logarithm, scalar_on, where
+
+_GATE = 0.02  # more than the learned gate changes in one update
+
+
+class Outcome(NamedTuple):
+    """What a step has led to, before x is moved."""
+
+    state: State  # with theta, its moments, m and the last gradient as they are after the step
+    s: Tensor  # the step over lr
+    lr: Scalar
+    guard: Guard
+    gate: Learned | None
+    t: Scalar  # updates of theta so far
+    norm: Scalar  # of the gradient as it was used
 
 
 class Reading(NamedTuple):
@@ -29,28 +47,51 @@ class Reading(NamedTuple):
     moving: list[bool]  # which parameters have a gradient
     norm: Scalar  # of the gradient
     clip: Scalar  # the guard's factor for it
-    usable: Flag  # False if it is not finite, or too large to learn from
+    usable: Flag  # False if it is not finite, or would make something infinite
+    log_s: Scalar  # a bound on how far G stretches a vector after the step (`lodo.safety`)
+    rehearsed: Outcome | None = None  # the step on copies, if it had to be rehearsed
+    overshot: Flag = False  # whether the gradient is fine, but not what would be learned from it
 
 
 def read(options: Options, state: State, network: Network, moving: list[bool]) -> Reading:
-    """Read a group's gradients into its vector g."""
+    """Read a group's gradients into its vector g, and make sure that a step leaves everything finite."""
     network.g.read_gradients(options["params"], moving)
-    norm = network.engine.norm(network.g.vector)
+    norm: Any = network.engine.norm(network.g.vector)
     clip = state["guard"].clip(norm) if options["guard"] else 1.0
-    # The hypergradient is at most about lr |g| |u|, and Adam squares it. The comparison is False for NaN.
-    usable = clip * norm * largest(1.0, state["last_lr"] * state["fed_bound"]) < network.largest
     if options["maximize"]:
         network.g.vector.neg_()
-    return Reading(options, state, network, moving, norm, clip, usable)
+    meta = as_meta_optimizer(options["meta_optimizer"])
+    usable = clip * norm < network.largest
+    if not network.engine.on_host and network.unmeasured % meta.measure_every == 0:
+        _measure(network, state, meta)
+    network.unmeasured += 1
+    fits, log_s = _outlook(options, state, network, meta, norm * clip)
+    reading = Reading(options, state, network, moving, norm, clip, usable, log_s)
+    if not network.engine.on_host:
+        overshot = usable & torch.logical_not(fits)  # type: ignore[arg-type]  # a tensor here
+        return reading._replace(usable=usable & fits, overshot=overshot)
+    return reading if fits or not usable else _looked_at_closely(reading, meta)
 
 
 def step(reading: Reading, accepted: Flag = True) -> None:
     """Algorithm 1, from the moment the gradient g at the new x is known; if it was not accepted, nothing changes."""
-    options, state, net, moving, norm, clip, _ = reading
+    options, state, net = reading.options, reading.state, reading.network
     accepted = _decision(accepted, net)
-    lr, beta = _number(options["lr"], net), options["beta"]
-    g, s, last_g = net.g.vector, net.s.vector, state.get("last_gradient")
-    norm = _shorten(g, norm, clip)
+    outcome = reading.rehearsed or _advance(reading, state, net.s.vector, accepted)
+    _adopt(outcome, state, net)
+    taken = where(accepted, outcome.lr, 0.0) if isinstance(accepted, Tensor) else outcome.lr
+    net.s.move(options["params"], reading.moving, taken, options["weight_decay"])  # x <- x - lr s
+    if net.watch is not None:
+        net.watch.note(net.g.vector, net.s.vector)
+    _remember(reading, outcome, accepted)
+
+
+def _advance(reading: Reading, state: State, s: Tensor, accepted: Flag) -> Outcome:
+    """Learn from where the last step led, and compute the next: changes the tensors of ``state``, and ``s``."""
+    options, net = reading.options, reading.network
+    lr, beta = _lr(options["lr"], net), options["beta"]
+    g, last_g = net.g.vector, state.get("last_gradient")
+    norm = _shorten(g, reading.norm, reading.clip)
     keep = beta  # how much of m to keep
     if isinstance(accepted, Tensor):
         unchanged = torch.zeros_like(g) if last_g is None else last_g
@@ -60,9 +101,9 @@ def step(reading: Reading, accepted: Flag = True) -> None:
     led_to = _where_moved(state, net)
     guard = state["guard"]
     if options["guard"] or "last_step" in state:
-        _keep_last_step(state, s)
+        _keep_last_step(state, net.s.vector)
     if options["guard"]:
-        guard = guard.after(norm, clip < 1.0, _uphill(guard, net, led_to, clip, learning))
+        guard = guard.after(norm, reading.clip < 1.0, _uphill(guard, net, led_to, reading.clip, learning))
         lr = lr * guard.trust
 
     t = state["meta_step"] + learning
@@ -71,11 +112,83 @@ def step(reading: Reading, accepted: Flag = True) -> None:
     lesson = Lesson(learning, led_to, -state["last_lr"], moments, t, options["meta_lr"], net.rounding_seed)
     # theta <- theta + Adam(...);  m <- beta m + (1 - beta) g;  s <- G(theta) u, u = m or, gated, (1 - w) g + w m
     gate = net.engine.advance(state["theta"], state["momentum"], g, keep, s, meta, lesson, state.get("gate"), last_g)
-    taken = where(accepted, lr, 0.0) if isinstance(accepted, Tensor) else lr
-    net.s.move(options["params"], moving, taken, options["weight_decay"])  # x <- x - lr s
-    if net.watch is not None:
-        net.watch.note(g, s)
-    _remember(state, accepted, lr=lr, moving=moving, guard=guard, gate=gate, t=t, norm=norm, beta=beta)
+    return Outcome(state, s, lr, guard, gate, t, norm)
+
+
+def _adopt(outcome: Outcome, state: State, net: Network) -> None:
+    """Take over what was computed on copies."""
+    if outcome.state is not state:
+        for name, value in outcome.state.items():
+            if isinstance(value, Tensor) and name != "last_step":
+                state[name].copy_(value)
+        net.s.vector.copy_(outcome.s)
+        net.engine.forget()
+
+
+# ---------------------------------------------------------------- what a step could do at worst
+
+
+def _outlook(options: Options, state: State, net: Network, meta: MetaOptimizer, norm: Any) -> tuple[Flag, Scalar]:
+    """Whether the step leaves everything finite for sure, and the bound log S after it."""
+    limits = net.limits(options["params"], meta)
+    log_s: Any = net.log_s
+    hypergradient: Any = logarithm(2.0 * state["last_lr"] * state["fed_bound"] * norm) + log_s
+    if not net.engine.on_host or state["last_lr"] != 0:  # else there is nothing to learn from
+        change: Any = meta.reach(hypergradient, options["meta_lr"], net.layers, net.growth)
+        log_s = log_s + 2.0 * net.layers.number * change  # log(sigma + x) <= log(sigma) + x
+    fed: Any = options["beta"] * state["momentum_bound"] + (1 - options["beta"]) * norm
+    if "gate" in state:
+        w: Any = state["gate"].value
+        fed = (abs(w) + _GATE) * fed + (abs(1 - w) + _GATE) * norm
+    step = logarithm(_lr(options["lr"], net) * fed) + log_s
+    fits = (hypergradient < limits.hypergradient) & (step < limits.step)
+    if limits.position < math.inf:
+        fits = fits & (_position(options["params"], net) < limits.position)
+    return fits, log_s
+
+
+def _looked_at_closely(reading: Reading, meta: MetaOptimizer) -> Reading:
+    """The reading once more, with S measured; rehearsed if that is not enough to be sure."""
+    net = reading.network
+    _measure(net, reading.state, meta)
+    fits, log_s = _outlook(reading.options, reading.state, net, meta, reading.norm * reading.clip)
+    if fits:
+        return reading._replace(log_s=log_s)
+    rehearsed = _rehearsed(reading)
+    refused = rehearsed is None
+    return reading._replace(usable=not refused, log_s=math.inf, rehearsed=rehearsed, overshot=refused)
+
+
+def _measure(net: Network, state: State, meta: MetaOptimizer) -> None:
+    net.log_s = measured(net.engine, state["theta"], [state[name] for name in meta.moments], meta)
+
+
+def _position(params: list[Tensor], net: Network) -> Scalar:
+    """The logarithm of the largest parameter."""
+    sizes = [real(p).abs().amax().to(net.g.vector.dtype) for p in params if p.numel()]
+    most = torch.stack(sizes).amax()
+    return logarithm(float(most) if net.engine.on_host else most)
+
+
+def _rehearsed(reading: Reading) -> Outcome | None:
+    """The step on copies; None if it would make anything infinite."""
+    options, state, net = reading.options, reading.state, reading.network
+    names = [name for name, value in state.items() if isinstance(value, Tensor) and name != "last_step"]
+    copies = {**state, **{name: net.engine.copied(state[name]) for name in names}}
+    outcome = _advance(reading, copies, torch.empty_like(net.s.vector), accepted=True)
+    numbers = [outcome.s, *(copies[name] for name in names)]
+    finite = all(bool(torch.isfinite(x).all()) for x in numbers) and _all_finite(outcome.gate)
+    if finite and net.s.lands(options["params"], reading.moving, outcome.s, outcome.lr, options["weight_decay"]):
+        return outcome
+    net.engine.forget()
+    return None
+
+
+def _all_finite(gate: Learned | None) -> bool:
+    return gate is None or all(math.isfinite(number) for number in gate)
+
+
+# ---------------------------------------------------------------- pieces of the step
 
 
 def _decision(accepted: Flag, net: Network) -> Flag:
@@ -85,10 +198,13 @@ def _decision(accepted: Flag, net: Network) -> Flag:
     return scalar_on(net.engine.layout.device, accepted).to(net.engine.layout.device)
 
 
-def _number(value: Scalar, net: Network) -> Scalar:
-    """An option in the engine's kind of numbers: a float on the CPU; a tensor on a device stays there."""
+def _lr(value: Scalar, net: Network) -> Scalar:
+    """The rate in the engine's kind of numbers: a float on the CPU; a tensor on a device stays there."""
     if net.engine.on_host or not isinstance(value, Tensor):
-        return float(value)
+        number = float(value)
+        if not 0 <= number < math.inf:
+            check_real("lr", number, low=0.0)  # somebody has changed it
+        return number
     return value.to(net.engine.layout.device)
 
 
@@ -123,39 +239,41 @@ def _uphill(guard: Guard, net: Network, led_to: Tensor, clip: Scalar, learning: 
     return bool(alarmed and float(led_to.dot(s)) < 0)
 
 
-def _remember(
-    state: State,
-    accepted: Flag,
-    *,
-    lr: Scalar,
-    moving: list[bool],
-    guard: Guard,
-    gate: Learned | None,
-    t: Scalar,
-    norm: Scalar,
-    beta: float,
-) -> None:
+def _remember(reading: Reading, outcome: Outcome, accepted: Flag) -> None:
     """Note what the next step has to know, if this one was accepted."""
-    bound: Scalar = beta * state["momentum_bound"] + (1 - beta) * norm
+    state, net, beta = reading.state, reading.network, reading.options["beta"]
+    norm: Any = outcome.norm
+    bound: Any = beta * state["momentum_bound"] + (1 - beta) * norm
     fed_bound = bound
-    if gate is not None:
-        state["gate"] = gate
-        w: Any = gate.value
+    if outcome.gate is not None:
+        state["gate"] = outcome.gate
+        w: Any = outcome.gate.value
         fed_bound = abs(w) * bound + abs(1 - w) * norm
     if not isinstance(accepted, Tensor):
-        state["guard"], state["last_lr"], state["moved"] = guard, lr, moving
+        state["guard"], state["last_lr"], state["moved"] = outcome.guard, outcome.lr, reading.moving
         state["momentum_bound"], state["fed_bound"] = bound, fed_bound
-        state["meta_step"], state["step"] = t, state["step"] + 1
+        state["meta_step"], state["step"] = outcome.t, state["step"] + 1
+        net.log_s = reading.log_s
         return
-    state["guard"] = Guard(*(where(accepted, new, old) for new, old in zip(guard, state["guard"], strict=True)))
-    state["last_lr"] = where(accepted, lr, state["last_lr"])
-    if moving != state["moved"]:
-        state["moved"] = torch.where(accepted, *(_flags(x, accepted.device) for x in (moving, state["moved"])))
+    guards = zip(outcome.guard, state["guard"], strict=True)
+    state["guard"] = Guard(*(where(accepted, new, old) for new, old in guards))
+    forgotten = where(reading.overshot, 0.0, state["last_lr"])  # see `forget`
+    state["last_lr"] = where(accepted, outcome.lr, forgotten)
+    if reading.moving != state["moved"]:
+        moved = (_flags(x, accepted.device) for x in (reading.moving, state["moved"]))
+        state["moved"] = torch.where(accepted, *moved)
     state["momentum_bound"] = where(accepted, bound, state["momentum_bound"])
     state["fed_bound"] = where(accepted, fed_bound, state["fed_bound"])
-    state["meta_step"] = t
+    state["meta_step"] = outcome.t
     state["step"] = state["step"] + accepted
     state["skipped"] = state["skipped"] + torch.logical_not(accepted)
+    net.log_s = where(accepted, reading.log_s, net.log_s)
+
+
+def forget(reading: Reading) -> None:
+    """Do not learn from the last step: it was too long for the gradient where it led, and would be for the next."""
+    if reading.overshot is True:
+        reading.state["last_lr"] = 0.0
 
 
 def _flags(moved: list[bool] | Tensor, device: torch.device) -> Tensor:

@@ -7,9 +7,11 @@ engine packs theta as it likes, and small tuples become tensors, because torch's
 
 from __future__ import annotations
 
+import operator
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,6 @@ from lodo.recipes import as_meta_optimizer
 from lodo.scalars import plain
 
 FORMAT = 3  # of a group's state; 0.1.0 has none, and 2 nested the states of shards
-_ARCHITECTURE = ("preconditioner", "meta_optimizer", "momentum")  # what a loaded state must agree with
 _COUNTS = ("step", "meta_step", "skipped")
 _REALS = ("last_lr", "momentum_bound", "fed_bound")
 
@@ -110,8 +111,8 @@ def loads(groups: Sequence[Group], ours: Sequence[Options], given: dict[str, Any
             raise ValueError(
                 f"group {group.index} of the state has {len(other['params'])} parameters, ours {len(own['params'])}"
             )
-        for key in _ARCHITECTURE:
-            if other.get(key) != own[key]:
+        for key, alike in _ALIKE.items():
+            if key not in other or not alike(other[key], own[key]):
                 raise ValueError(
                     f"group {group.index} of the state has {key} = {other.get(key)!r}, ours is {own[key]!r}"
                 )
@@ -127,6 +128,24 @@ def completed(ours: Options, theirs: Options) -> Options:
     """
     of_the_parameters = ("params", "param_names")
     return {name: value for name, value in ours.items() if name not in of_the_parameters} | theirs
+
+
+def _same_moments(theirs: str, ours: str) -> bool:
+    """Whether two meta-optimizers keep the same arrays; their rates and decays come with the state, as in torch.
+
+    >>> _same_moments("adam(eps=1e-8)", "adam"), _same_moments("adam(moment_dtype='bfloat16')", "adam")
+    (True, False)
+    """
+    a, b = as_meta_optimizer(theirs), as_meta_optimizer(ours)
+    return type(a) is type(b) and a.stored_dtype == b.stored_dtype
+
+
+# What a loaded state must agree with, and when it does.
+_ALIKE: dict[str, Callable[[Any, Any], bool]] = {
+    "preconditioner": operator.eq,
+    "meta_optimizer": _same_moments,
+    "momentum": operator.eq,
+}
 
 
 def _load(group: Group, options: Options, states: dict[Any, State], on_reshard: str) -> Load:
@@ -194,6 +213,9 @@ def _check_state(group: Group, network: Network, options: Options, state: State)
             raise ValueError(
                 f"{where} has {name} of shape {found}, but n = {layout.n:,} and {group.family} need {expected}"
             )
+    for name in shapes:
+        if not bool(torch.isfinite(state[name]).all()):
+            raise ValueError(f"{where} has numbers in {name} that are not finite: it was damaged before it was saved")
     numels = state["numels"].tolist()
     if numels != list(layout.numels):
         raise ValueError(f"{where} has parameters of {numels} elements, ours have {list(layout.numels)}")
@@ -276,6 +298,7 @@ class Resumable(Grouped):
 
     on_reshard: str
     _refused: Tensor | None
+    _refused_in_a_row: int
 
     def state_dict(self) -> StateDict:
         """The state as torch has it, with theta in natural order whatever the engine."""
@@ -336,18 +359,28 @@ class Resumable(Grouped):
         self._place(group, options, restored(load.network, meta, load.state))
 
     def __getstate__(self) -> dict[str, Any]:
+        """For pickles and copies: states as they are saved, so that another engine can read them."""
         kept = (
             "backend", "nonfinite", "check_sync_every", "on_reshard", "save_activations",
             "_recipe", "_default_family", "_groups", "_steps_since_sync",
         )  # fmt: skip
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+        whole = {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+        states = dict(whole["state"])
+        for group, options in zip(self._groups, self.param_groups, strict=False):
+            if group.n and states.get(options["params"][group.holder]):
+                saved = as_saved(group, group.ready(options), options, self._state(group.index))
+                states[options["params"][group.holder]] = saved
+        return {**whole, "state": states}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._refused = None
-        self._find_meshes()
+        self._refused, self._refused_in_a_row = None, 0
         if "_groups" not in state:  # torch is loading a state dict; our hook does the rest
             return
+        self._find_meshes()
+        self.state = defaultdict(dict, self.state)
         for group, options in zip(self._groups, self.param_groups, strict=False):
-            if group.n and options["params"][group.holder] in self.state:
-                self._place(group, options, self._state(group.index))  # a view that was pickled is a copy
+            if group.n and self.state.get(options["params"][group.holder]):
+                saved = self.state[options["params"][group.holder]]
+                meta = as_meta_optimizer(options["meta_optimizer"])
+                self._place(group, options, restored(group.ready(options), meta, saved))

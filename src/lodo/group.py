@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from lodo.guard import Guard
 from lodo.layout import Flat, Layout
 from lodo.meta import Learned, MetaOptimizer
 from lodo.recipes import as_meta_optimizer
+from lodo.safety import Limits
 from lodo.scalars import Scalar, scalar_on
 from lodo.watch import Watch
 
@@ -107,6 +108,10 @@ class Network:
         self.engine: Engine = kind(family, layout, P.to(layout.device), group.save_activations)
         self.g, self.s = Flat(layout), Flat(layout)  # the gradient; the step over lr
         self.largest = math.sqrt(torch.finfo(layout.dtype).max)  # what can be squared
+        self.log_s: Scalar = math.inf  # a bound on how far G stretches a vector (`lodo.safety`); not measured yet
+        self.unmeasured = 0  # steps since a device measured it
+        self.layers, self.growth = family.layers(layout), family.growth(layout)
+        self._known_limits: tuple[MetaOptimizer, Limits] | None = None
         self.watch: Watch | None = None  # from the first call of diagnostics on
 
     def _generator(self, stream: int) -> torch.Generator:
@@ -124,6 +129,13 @@ class Network:
         with lasting_tensors():
             P = self.draw_permutations(self.engine.family, self.engine.layout)
         return zlib.crc32(P.numpy().data)
+
+    def limits(self, params: Sequence[Tensor], meta: MetaOptimizer) -> Limits:
+        """The largest numbers that the group may come to."""
+        if self._known_limits is None or self._known_limits[0] is not meta:
+            dtypes = {p.dtype.to_real() for p in params}
+            self._known_limits = meta, Limits.of(self.engine.layout.dtype, sorted(dtypes, key=str), meta)
+        return self._known_limits[1]
 
     def initial_state(self, meta: MetaOptimizer, gated: bool) -> State:
         """theta_0, zeros, and no step taken."""
@@ -153,7 +165,7 @@ class Network:
     def _draw_theta(self) -> Tensor:
         layout, family = self.engine.layout, self.engine.family
         natural = huge_zeros(family.shape(layout), layout.dtype)
-        with notice("lodo: drawing a network of %s weights ...", f"{natural.numel():,}"):
+        with notice(f"lodo: drawing a network of {natural.numel():,} weights ..."):
             family.init(natural, layout, self._generator(1))
         return self.engine.pack(natural)
 

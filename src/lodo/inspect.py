@@ -6,17 +6,19 @@
 | ``step_norm`` | how far the last step moved x, not counting weight decay |
 | ``descent_cosine`` | between the last step and -g: 1 is steepest descent, below 0 the step leads uphill |
 | ``descent_fraction`` | the fraction of the steps since the first call that had a cosine above 0 |
-| ``largest_stretch``, ``smallest_stretch`` | estimates of the most and least that G, lr included, stretches a vector |
-| ``hypergradient_norm`` | of the first update of theta after the first call, the fifth and so on; nan before that |
+| ``largest_stretch``, ``smallest_stretch`` | estimates of the most and least that G, without lr, stretches a vector |
+| ``stretch_ratio`` | the largest stretch over the smallest |
+| ``hypergradient_norm`` | of the first update of theta after the first call, the fifth and so on; absent before that |
 | ``gate_weight``, ``trust`` | of the learned momentum gate and of the guard, where they are on |
 
 The stretches are power iterations, for G and for c - G with c the largest stretch. Their vectors are kept from call to
-call, so they improve as calls go on and follow G as it changes. The estimate of the largest stretch is a lower bound,
-that of the smallest an upper bound.
+call, so they follow G as it changes; the first call iterates until they have converged. The estimate of the largest
+stretch is a lower bound, that of the smallest an upper bound.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -89,22 +91,23 @@ class Inspectable(Grouped):
             >>> opt.step()
             >>> numbers = opt.diagnostics()
             >>> round(numbers["group0/gradient_norm"], 6), round(numbers["group0/largest_stretch"], 6)
-            (5.0, 0.5)
+            (5.0, 1.0)
         """
         if power_iterations is not None:
             check_int("power_iterations", power_iterations, low=0)
         numbers: dict[str, float] = {}
         for group, options in self._pairs():
             if group.n:
-                state, lr = self._state(group.index), float(options["lr"])
-                measured = diagnose(group.ready(options), state, lr, power_iterations)
+                measured = diagnose(group.ready(options), self._state(group.index), power_iterations)
                 numbers.update({f"group{group.index}/{name}": value for name, value in measured.items()})
         return {**numbers, "skipped_steps": float(self.skipped_steps)}
 
     @property
     def skipped_steps(self) -> int:
         """How many steps ``nonfinite="skip"`` has skipped."""
-        return sum(int(plain(state.get("skipped", 0))) for state in self.state.values())
+        # Hooks may keep other things among the states.
+        states = [state for state in self.state.values() if isinstance(state, dict)]
+        return sum(int(plain(state.get("skipped", 0))) for state in states)
 
     def __repr__(self) -> str:
         lines = [super().__repr__()[:-1].rstrip()]
@@ -115,7 +118,7 @@ class Inspectable(Grouped):
         return "\n".join([*lines, ")"])
 
 
-def diagnose(network: Network, state: State, lr: float, iterations: int | None = None) -> dict[str, float]:
+def diagnose(network: Network, state: State, iterations: int | None = None) -> dict[str, float]:
     """A group's numbers; watching begins with the first call. May have the next update of theta measured."""
     g, s, engine = network.g.vector, network.s.vector, network.engine
     if network.watch is None:
@@ -129,10 +132,13 @@ def diagnose(network: Network, state: State, lr: float, iterations: int | None =
         "step_norm": plain(state["last_lr"]) * length,
         "descent_cosine": float(g.dot(s)) / (gradient * length) if gradient * length else float("nan"),
         "descent_fraction": watch.descent_fraction,
-        "largest_stretch": lr * watch.largest,
-        "smallest_stretch": lr * watch.smallest,
-        "hypergradient_norm": plain(engine.hypergradient_norm),
+        "largest_stretch": watch.largest,
+        "smallest_stretch": watch.smallest,
+        "stretch_ratio": watch.largest / watch.smallest if watch.smallest else float("inf"),
     }
+    hypergradient = plain(engine.hypergradient_norm)
+    if not math.isnan(hypergradient):
+        numbers["hypergradient_norm"] = hypergradient
     if "gate" in state:
         numbers["gate_weight"] = plain(state["gate"].value)
     if "last_step" in state:  # the guard is on

@@ -137,6 +137,19 @@ class Flat:
             torch._foreach_mul_(xs, 1 - lr * weight_decay)
         torch._foreach_add_(xs, steps, alpha=-lr)
 
+    def lands(
+        self, params: Sequence[Tensor], moving: Sequence[bool], vector: Tensor, lr: Scalar, weight_decay: float
+    ) -> bool:
+        """Whether a move by another vector would leave all parameters finite."""
+        parts = torch.split(vector, [view.numel() for view in self.views])
+        for p, moves, view, part in zip(params, moving, self.views, parts, strict=True):
+            if moves:
+                x = real(p).detach()
+                after = (x * (1 - lr * weight_decay)).add_(part.view(view.shape), alpha=-float(lr))
+                if not bool(torch.isfinite(after).all()):
+                    return False
+        return True
+
     def _move_on_device(self, params: Sequence[Tensor], moving: Sequence[bool], lr: Tensor, decay: float) -> None:
         """As `move`, for an lr that is a number on the device."""
         xs = [real(p) for p, moves in zip(params, moving, strict=True) if moves]

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from lodo import rounding
 from lodo._checks import check_int, check_real
-from lodo.scalars import Flag, Scalar, add_product, add_quotient, add_scaled, precise, where
+from lodo.scalars import Flag, Scalar, add_product, add_quotient, add_scaled, exponential, largest, precise, where
 from lodo.spelling import Spelled
 
 SGD_, ADAM, SCHEDULE_FREE = range(3)  # what kernels call them
@@ -37,10 +39,29 @@ class MetaOptimizer(Spelled):
     moments: ClassVar[tuple[str, ...]] = ()
     identity: ClassVar[Coefficients]  # the coefficients with which an update changes nothing
 
+    power: ClassVar[float] = 1.0  # of the hypergradient in the moments
+    averages: ClassVar[bool] = False  # whether theta is an average with its moments
+    measure_every: ClassVar[int] = 1  # steps after which a device measures G's stretch again (`lodo.safety`)
+
     @property
     def stored_dtype(self) -> torch.dtype | None:
         """The dtype of the moments, or None for theta's."""
         return None
+
+    @abstractmethod
+    def reach(self, log_h: Scalar, lr: float, layers: Layers, growth: float) -> Scalar:
+        """A bound on how far one update changes the stretch of a layer (`lodo.safety`).
+
+        Args:
+            log_h: the logarithm of a bound on the hypergradient of each layer.
+            lr: the rate.
+            layers: how the weights are arranged.
+            growth: how far a layer's stretch changes at most if all its entries change by 1.
+        """
+
+    def envelope(self, theta: Sequence[Scalar], moments: Sequence[Sequence[Scalar]]) -> Sequence[Scalar]:
+        """Bounds on the stretch of each layer that later updates add their `reach` to, from those of theta now."""
+        return theta
 
     @abstractmethod
     def coefficients(self, t: Scalar, lr: float) -> Coefficients:
@@ -85,6 +106,9 @@ class SGD(MetaOptimizer):
     kind: ClassVar[int] = SGD_
     identity: ClassVar[Coefficients] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
+    def reach(self, log_h: Scalar, lr: float, layers: Layers, growth: float) -> Scalar:
+        return lr * exponential(log_h)
+
     def coefficients(self, t: Scalar, lr: float) -> Coefficients:
         return lr, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
 
@@ -126,6 +150,8 @@ class Adam(MetaOptimizer):
 
     kind: ClassVar[int] = ADAM
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    power: ClassVar[float] = 2.0
+    measure_every: ClassVar[int] = 16  # its steps are short
     identity: ClassVar[Coefficients] = (1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
@@ -146,6 +172,17 @@ class Adam(MetaOptimizer):
     @property
     def stored_dtype(self) -> torch.dtype | None:
         return None if self.moment_dtype is None else torch.bfloat16
+
+    @cached_property
+    def _longest(self) -> float:
+        """A bound on the length of a step over lr: by the Cauchy-Schwarz inequality, with room for rounding."""
+        b1, b2 = self.betas
+        if b1 * b1 >= b2:
+            return math.inf
+        return 1 + 2 * (1 - b1) / math.sqrt((1 - b2) * (1 - b1 * b1 / b2))
+
+    def reach(self, log_h: Scalar, lr: float, layers: Layers, growth: float) -> Scalar:
+        return growth * lr * self._longest if lr else 0.0
 
     def coefficients(self, t: Scalar, lr: float) -> Coefficients:
         """The decay of each moment and what it takes in; the rate, the factor of the root, and eps."""
@@ -195,6 +232,7 @@ class ScheduleFree(MetaOptimizer):
 
     spelled: ClassVar[str] = "schedule-free"
     kind: ClassVar[int] = SCHEDULE_FREE
+    averages: ClassVar[bool] = True
     moments: ClassVar[tuple[str, ...]] = ("z",)
     identity: ClassVar[Coefficients] = (0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 
@@ -209,6 +247,16 @@ class ScheduleFree(MetaOptimizer):
 
     def start(self, moment: Tensor, theta: Tensor) -> None:
         moment.copy_(theta)
+
+    def reach(self, log_h: Scalar, lr: float, layers: Layers, growth: float) -> Scalar:
+        return lr * math.sqrt(layers.weights)  # the norm of a step of z
+
+    def envelope(self, theta: Sequence[Scalar], moments: Sequence[Sequence[Scalar]]) -> Sequence[Scalar]:
+        """Bounds on z and on the average x: y and the next x lie between them."""
+        if self.b == 0:
+            return moments[0]
+        xs = [(y + (1 - self.b) * z) / self.b for y, z in zip(theta, moments[0], strict=True)]
+        return [largest(x, z) for x, z in zip(xs, moments[0], strict=True)]
 
     def coefficients(self, t: Scalar, lr: float) -> Coefficients:
         """The rate; what y keeps, how far z is first taken out of it, how much of the new z comes in; eps."""

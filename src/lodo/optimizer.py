@@ -136,6 +136,7 @@ class LODO(Inspectable, Resumable):
         self._default_family = _described(as_family(chosen["preconditioner"]))
         self._groups = []
         self._steps_since_sync = 0
+        self._refused_in_a_row = 0
         self._refused: Tensor | None = None  # whether a device refused the last step; nobody has looked yet
         defaults = {
             "lr": lr,
@@ -207,8 +208,10 @@ class LODO(Inspectable, Resumable):
                 readings.append(reading)
         accepted, rank = refusal.agreed(readings, self._meshes)
         if accepted is False:
-            refusal.refuse(self.nonfinite, readings, rank)
+            self._refused_in_a_row += 1
+            refusal.refuse(self.nonfinite, readings, rank, self._refused_in_a_row)
             return
+        self._refused_in_a_row = 0
         for reading in readings:
             algorithm.step(reading, accepted)
         if isinstance(accepted, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from lodo import distributed
-from lodo.algorithm import Reading
+from lodo.algorithm import Reading, forget
 from lodo.group import Options, name_of
 from lodo.scalars import Flag, plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_WORTH_A_WARNING = (20, 200, 2000)  # steps that were skipped in a row
 SKIP = "Pass nonfinite='skip' to skip such steps instead"
 
 
@@ -44,13 +46,29 @@ def agreed(readings: Sequence[Reading], meshes: Sequence[DeviceMesh]) -> tuple[F
     return rank is None, rank or 0
 
 
-def refuse(nonfinite: str, readings: Sequence[Reading], rank: int) -> None:
-    """Raise, or count the step as skipped, because of a gradient here or on another rank."""
+def refuse(nonfinite: str, readings: Sequence[Reading], rank: int, in_a_row: int) -> None:
+    """Raise, or count the step as skipped, because of a gradient here or on another rank.
+
+    Args:
+        nonfinite: as for `LODO`.
+        readings: of all groups.
+        rank: that has such a gradient.
+        in_a_row: how many steps have been refused without one that was not, this one included.
+    """
     refused = [reading for reading in readings if reading.usable is False]
     if nonfinite == "skip":
+        if in_a_row in _WORTH_A_WARNING:
+            why = _problem(refused[0]) if refused else f"a gradient on rank {rank} is not finite or too large"
+            warnings.warn(
+                f"LODO has skipped {in_a_row} steps in a row, the last one because {why}. Look at the loss; a smaller "
+                "lr, clipped gradients or guard=True may help, or go back to a checkpoint",
+                stacklevel=6,
+            )
         noted = [*refused, *readings][:1]  # empty on a rank that holds no parameters
         for reading in noted:
             reading.state["skipped"] += 1
+        for reading in readings:
+            forget(reading)
         return
     if not refused:
         raise FloatingPointError(

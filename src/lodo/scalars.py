@@ -6,6 +6,7 @@ both kinds of numbers, and a choice between two values is `where` instead of ``i
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -72,6 +73,30 @@ def precise(device: torch.device) -> torch.dtype:
     torch.float64
     """
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def logarithm(value: Scalar) -> Scalar:
+    """The natural logarithm, also of zero; NaN of what is NaN or negative.
+
+    >>> logarithm(0.0), logarithm(torch.tensor(1.0))
+    (-inf, tensor(0.))
+    """
+    if isinstance(value, Tensor):
+        return value.log()
+    if value > 0:
+        return math.log(value)
+    return -math.inf if value == 0 else math.nan
+
+
+def exponential(value: Scalar) -> Scalar:
+    """e to the power of a number, infinite where that is too large for a float.
+
+    >>> exponential(0.0), exponential(1e6)
+    (1.0, inf)
+    """
+    if isinstance(value, Tensor):
+        return value.exp()
+    return math.exp(value) if value < 700.0 else math.inf
 
 
 def add_scaled(x: Tensor, y: Tensor, factor: Scalar) -> Tensor:

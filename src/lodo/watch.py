@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lodo.scalars import Scalar
 
-FIRST = 4  # power iterations of the first call, for each stretch
+FIRST = 200  # power iterations of the first call, for each stretch, at most
+CONVERGED = 1e-3  # the relative change of a stretch below which its iterations end
 CYCLE = 16  # calls in which each stretch is refined once
 UPDATES = 4  # calls in which one update of theta is measured
 
@@ -50,19 +51,27 @@ class Watch:
         return self._calls % UPDATES == 1
 
     def look(self, G: Callable[[Tensor], Tensor], iterations: int | None) -> None:
-        """Refine the stretches by so many iterations; None refines one of them in some of the calls.
+        """Refine the stretches by so many iterations; None refines until they converge, later one in some of the calls.
 
         >>> watch = Watch(torch.zeros(2), torch.zeros(2), steps=0)
-        >>> watch.look(lambda v: torch.tensor([3.0, 0.5]) * v, 50)
-        >>> round(watch.largest, 4), round(watch.smallest, 4)
+        >>> watch.look(lambda v: torch.tensor([3.0, 0.5]) * v, None)
+        >>> round(watch.largest, 2), round(watch.smallest, 2)
         (3.0, 0.5)
         """
         top, bottom = self._planned() if iterations is None else (iterations, iterations)
+        converge = iterations is None and self._calls == 0
         self._calls += 1
         for _ in range(top):
+            before = self.largest
             self._top, self.largest = _iterate(self._top, G(self._top), 0.0)
+            if converge and abs(self.largest - before) <= CONVERGED * self.largest:
+                break
         for _ in range(bottom):
+            before = self.smallest
             self._bottom, self.smallest = _iterate(self._bottom, G(self._bottom), self.largest)
+            if converge and abs(self.smallest - before) <= CONVERGED * self.largest:
+                break
+        self.largest = max(self.largest, self.smallest)  # both were seen
 
     def _planned(self) -> tuple[int, int]:
         """The iterations of this call for the largest and for the smallest stretch."""

@@ -72,7 +72,7 @@ def test_an_undisturbed_run_is_the_same_bit_by_bit(recipe, mixing, backend):
 @pytest.mark.parametrize("meta", ["adam", "sgd", "schedule-free"])
 def test_an_outlier_does_not_throw_it_off(meta, backend):
     (x, guarded), (y, plain) = pair(lr=0.1, meta_optimizer=meta, backend=backend, preconditioner=Mixing(4), beta=0.5)
-    before = x.detach().clone()
+    before, refused = x.detach().clone(), False
     for t in range(60):
         give_gradients([x])
         if t == 40:
@@ -81,7 +81,11 @@ def test_an_outlier_does_not_throw_it_off(meta, backend):
             thetas = [opt._state(0)["theta"].clone() for opt in (guarded, plain)]
         y.grad = x.grad.clone()
         guarded.step()
-        plain.step()
+        try:
+            plain.step()
+        except FloatingPointError:  # theta is so large that a step would be infinite
+            assert meta == "sgd"
+            refused = True
         if t == 40:
             moved = [float((p.detach() - b).norm()) for p, b in zip((x, y), before, strict=True)]
             learned = [
@@ -96,7 +100,8 @@ def test_an_outlier_does_not_throw_it_off(meta, backend):
         assert v[0] < 1e-3 * v[1]
     near, far = (float((p.detach() - b).norm()) for p, b in zip((x, y), before, strict=True))
     assert near < 10
-    assert not far < 20 * near  # with SGD it is not even a number
+    assert far > 20 * near
+    assert refused == (meta == "sgd")
 
 
 SUDDEN = {
@@ -111,8 +116,9 @@ def test_a_sudden_change_of_the_curvature_is_survived(options):
     plain, _ = on_the_bowl(3000, 1500, **options, guard=False)
     losses, trust = on_the_bowl(3000, 1500, **options, guard=True)
     assert plain[:1500] == losses[:1500]
-    assert len(plain) < 1600  # it ran away, until its gradients could not be squared
     assert max(plain) > 1e15
+    if "meta_optimizer" not in options:
+        assert len(plain) < 1600  # it ran away, until its gradients could not be squared
     assert len(losses) == 3000
     assert max(losses) < 1000
     assert sum(losses[-300:]) < 2 * sum(losses[1200:1500])  # and learned the new curvature

@@ -74,6 +74,10 @@ class Engine(ABC):
         """theta, or a moment, from its natural order (a family's shape) into this engine's layout: a new tensor."""
         return natural.to(self.layout.device, copy=True, memory_format=torch.contiguous_format)
 
+    def copied(self, tensor: Tensor) -> Tensor:
+        """A copy of theta, a moment or a vector in the same layout."""
+        return tensor.clone()
+
     def unpack(self, packed: Tensor) -> Tensor:
         """The inverse of `pack`; may be the tensor itself."""
         return packed
@@ -84,6 +88,15 @@ class Engine(ABC):
         """The Euclidean norm; NaN or infinite if any entry is."""
         norm = torch.linalg.vector_norm(v, dtype=precise(v.device))
         return float(norm) if self.on_host else norm
+
+    def stretches(self, packed: Tensor) -> Sequence[Scalar]:
+        """Upper bounds on how far each layer stretches a vector, of theta or of another array of its layout."""
+        bounds = self.family.stretches(self.unpack(packed))
+        return bounds.tolist() if self.on_host else bounds.unbind()
+
+    def forget(self) -> None:
+        """Let go of whatever is kept for the next lesson."""
+        return
 
     @abstractmethod
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:

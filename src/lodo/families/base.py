@@ -75,6 +75,17 @@ class Preconditioner(Spelled, ABC):
         """The place of each of a layer's weights, on which the random bits of stochastic rounding depend (int64)."""
         return torch.arange(self.layers(layout).weights)
 
+    def stretches(self, theta: Tensor) -> Tensor:
+        """Upper bounds on how far each layer of G stretches a vector, at least 1, as one number a layer.
+
+        Infinite by default, which is always right: then every step is rehearsed on copies first (`lodo.safety`).
+        """
+        return torch.full((1,), torch.inf, device=theta.device)
+
+    def growth(self, layout: Layout) -> float:
+        """How far a bound of `stretches` grows at most if all entries of theta change by 1."""
+        return 1.0
+
     def work_count(self, layout: Layout) -> int:
         """How many activations, in theta's dtype, `apply` and `hypergradient` hold at their peak."""
         return 0

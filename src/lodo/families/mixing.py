@@ -13,7 +13,9 @@ with a, c the activations of m going up and of Gt m going down, b, d those of g 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -102,11 +104,12 @@ class Mixing(Preconditioner):
 
     def init(self, theta: Tensor, layout: Layout, rng: torch.Generator) -> None:
         """Make every block a random orthogonal matrix, so that G is the identity."""
-        tiles, lanes = self.tiles(layout)
-        for B in theta:
-            for first in range(0, tiles, _DRAW):
-                drawn = _random_orthogonal(self.block_size, min(_DRAW, tiles - first) * lanes, rng)
-                blocks = B[first * lanes : (first + _DRAW) * lanes]
+        k, (tiles, lanes) = self.block_size, self.tiles(layout)
+        pieces = [B[first * lanes : (first + _DRAW) * lanes] for B in theta for first in range(0, tiles, _DRAW)]
+        counts = [min(_DRAW, tiles - first) * lanes for first in range(0, tiles, _DRAW)] * len(theta)
+        with _one_thread():
+            for blocks, drawn in zip(pieces, _gaussian(k, counts, rng), strict=True):
+                _orthogonalize(drawn)
                 blocks.copy_(drawn.permute(2, 0, 1)[: len(blocks)])
 
     def tiles(self, layout: Layout) -> tuple[int, int]:
@@ -151,6 +154,14 @@ class Mixing(Preconditioner):
             h[i].addcmul_(c[i][:, :, None], Pb[i][:, None, :])
         return h
 
+    def stretches(self, theta: Tensor) -> Tensor:
+        """By Gershgorin's theorem for B^T B: exact for orthogonal blocks."""
+        squares = [(B.mT @ B).abs().sum(2).amax() for B in theta]
+        return torch.stack(squares).sqrt()
+
+    def growth(self, layout: Layout) -> float:
+        return float(self.block_size)
+
     def _up(self, theta: Tensor, P: Tensor, v: Tensor) -> tuple[list[Tensor], Tensor]:
         """``P_i a_{i-1}`` of every layer by blocks, and ``a_N = Gt v``."""
         gather, _ = self._wiring(P)
@@ -181,14 +192,41 @@ class Mixing(Preconditioner):
         return lambda i, x: x[P[i]], lambda i, x: torch.empty_like(x).index_copy_(0, P[i].long(), x)
 
 
-def _random_orthogonal(k: int, count: int, rng: torch.Generator) -> Tensor:
-    """``count`` uniformly random orthogonal k x k matrices, as (k, k, count) in float64.
+def _gaussian(k: int, counts: Sequence[int], rng: torch.Generator) -> Iterator[Tensor]:
+    """Gaussian numbers as (k, k, count) in float64, for each count; the next ones are drawn meanwhile."""
 
-    Gram-Schmidt on Gaussian rows, each projected twice, which is enough for full precision.
+    def draw(count: int) -> Tensor:
+        return torch.randn(k, k, count, generator=rng, dtype=torch.float64)
+
+    if sum(counts) < _DRAW * LANES:
+        yield from map(draw, counts)
+        return
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(draw, counts[0])
+        for count in counts[1:]:
+            drawn = ahead.result()
+            ahead = pool.submit(draw, count)
+            yield drawn
+        yield ahead.result()
+
+
+def _orthogonalize(q: Tensor) -> None:
+    """Turn Gaussian k x k matrices, as (k, k, count), into uniformly random orthogonal ones.
+
+    Gram-Schmidt on the rows, each projected twice, which is enough for full precision.
     """
-    q = torch.randn(k, k, count, generator=rng, dtype=torch.float64)
     for r, v in enumerate(q):
         for before in [*q[:r], *q[:r]]:
             v.sub_(before * (before * v).sum(0))
         v.div_(v.square().sum(0).sqrt_())
-    return q
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: thousands of small parallel calls would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -72,6 +72,10 @@ class Residual(Preconditioner):
             c, d = _back(w, p, c), _back(w, p, d)
         return h
 
+    def stretches(self, theta: Tensor) -> Tensor:
+        sizes = theta.abs().amax(1)
+        return torch.cat([1 + sizes[:-1], sizes[-1:]])
+
     def index_count(self, layout: Layout) -> int:
         return self.depth * self.hidden(layout.n)
 

@@ -31,6 +31,9 @@ class Scalar(Preconditioner):
     def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
         return g.dot(m).reshape(1)
 
+    def stretches(self, theta: Tensor) -> Tensor:
+        return theta.abs()
+
 
 @dataclass(frozen=True, repr=False)
 class Diagonal(Preconditioner):
@@ -51,6 +54,9 @@ class Diagonal(Preconditioner):
 
     def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
         return g * m
+
+    def stretches(self, theta: Tensor) -> Tensor:
+        return theta.abs().amax(0, keepdim=True)
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,3 +82,9 @@ class Dense(Preconditioner):
 
     def hypergradient(self, theta: Tensor, P: Tensor, m: Tensor, g: Tensor) -> Tensor:
         return torch.outer(g, m)
+
+    def stretches(self, theta: Tensor) -> Tensor:
+        return theta.square().sum().sqrt().reshape(1)
+
+    def growth(self, layout: Layout) -> float:
+        return float(layout.n)

@@ -79,11 +79,23 @@ class Kernel:
         """``call``, which may have to compile, and says so if that takes over two seconds."""
 
         def run(*arguments: object) -> Any:
-            words = "lodo: compiling %s for this machine (once; the result is kept on disk) ..."
-            with notice(words, self.name), self._alone(arguments):
+            compiled_before = self._misses()
+            with self._alone(arguments), notice(lambda: self._news(compiled_before)):
                 return call(*arguments)
 
         return run
+
+    def _misses(self) -> int:
+        """How often a kernel was not found on disk."""
+        kernels: tuple[Any, ...] = (self.serial, self._parallel)
+        return sum(int(sum(kernel.stats.cache_misses.values())) for kernel in kernels)
+
+    def _news(self, compiled_before: int) -> str:
+        """What takes long: nothing is said of a first call that compiles nothing."""
+        if CACHE and self._misses() == compiled_before:
+            return ""
+        kept = "once; the result is kept on disk" if CACHE else "in every process: there is no folder to keep it in"
+        return f"lodo: compiling {self.name} for this machine ({kept}) ..."
 
     @contextmanager
     def _alone(self, arguments: tuple[object, ...]) -> Iterator[None]:
@@ -94,7 +106,7 @@ class Kernel:
         types = hashlib.sha256(repr([numba.typeof(x) for x in arguments]).encode()).hexdigest()[:16]  # type: ignore[no-untyped-call]
         folder = Path(self.serial.stats.cache_path)  # type: ignore[attr-defined]  # Numba's dispatcher
         lock = FileLock(folder / f"{self.name}_{types}_{self._version}.lock")
-        with suppress(OSError, Timeout):
+        with suppress(OSError, Timeout), notice(f"lodo: waiting for another process that compiles {self.name} ..."):
             lock.acquire(timeout=_WAIT)
         try:
             yield

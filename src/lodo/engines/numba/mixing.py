@@ -48,6 +48,27 @@ def _norm(v: Any) -> Any:
     return np.sqrt(square)
 
 
+@njit(cache=CACHE, error_model="numpy", fastmath={"contract", "nsz"})
+def _gershgorin(theta: Any, squares: Any) -> None:
+    """For each layer, the largest row sum of |B^T B| over all its blocks: no eigenvalue of B^T B is larger."""
+    N, T, k, _, L = theta.shape
+    products, row = np.empty(L, theta.dtype), np.empty(L, theta.dtype)
+    for i in range(N):
+        squares[i] = 0.0
+        for t in range(T):
+            B = theta[i, t]
+            for r in range(k):
+                row[:] = 0
+                for s in range(k):
+                    products[:] = 0
+                    for c in range(k):
+                        for l in range(L):
+                            products[l] += B[c, r, l] * B[c, s, l]
+                    for l in range(L):
+                        row[l] += abs(products[l])
+                squares[i] = max(squares[i], row.max())
+
+
 # ---------------------------------------------------------------- the engine
 
 
@@ -87,6 +108,9 @@ class NumbaMixing(Engine):
         packed = self.zeros(storage.packed_shape(self.family, self.layout), natural.dtype)
         return storage.pack(natural, packed)
 
+    def copied(self, tensor: Tensor) -> Tensor:
+        return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
+
     def unpack(self, packed: Tensor) -> Tensor:
         return storage.unpack(packed, self.family.hidden(self.layout.n) // self.family.block_size)
 
@@ -94,6 +118,16 @@ class NumbaMixing(Engine):
 
     def norm(self, v: Tensor) -> float:
         return float(_norm(v.numpy() if self._work is None else self._work.arrays(v)[0]))
+
+    def stretches(self, packed: Tensor) -> list[float]:
+        squares = np.empty(len(packed))
+        _gershgorin(packed.numpy(), squares)
+        return np.sqrt(squares).tolist()  # type: ignore[no-any-return]  # NumPy's list of floats
+
+    def forget(self) -> None:
+        self._kept = ()
+        if self._work is not None:
+            self._work.forget()
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
         w, out = self._begin(theta), torch.empty_like(v)

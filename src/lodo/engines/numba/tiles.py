@@ -144,23 +144,23 @@ def _schedule_free(B, Z, d, Pa, c, Pb, step, keep, pull, push):
 
 @njit(**TILE)
 def add_squares(d, Pa, c, Pb, total):
-    """Add the squares of the entries of d Pa^T + c Pb^T of every block to its lane of ``total``."""
+    """Add the squares of the entries of d Pa^T + c Pb^T of every block to its lane of ``total``.
+
+    In double precision: single precision would lose d^2 below 1e-23, and the sum could then be negative. It still can
+    be, by rounding, where the two products cancel, and counts as zero.
+    """
     k, L = d.shape
     for l in range(L):
-        dd = d[0, l] * d[0, l]
-        cc = c[0, l] * c[0, l]
-        dc = d[0, l] * c[0, l]
-        aa = Pa[0, l] * Pa[0, l]
-        bb = Pb[0, l] * Pb[0, l]
-        ab = Pa[0, l] * Pb[0, l]
-        for r in range(1, k):
-            dd += d[r, l] * d[r, l]
-            cc += c[r, l] * c[r, l]
-            dc += d[r, l] * c[r, l]
-            aa += Pa[r, l] * Pa[r, l]
-            bb += Pb[r, l] * Pb[r, l]
-            ab += Pa[r, l] * Pb[r, l]
-        total[l] += np.float64(dd) * aa + np.float64(cc) * bb + 2 * np.float64(dc) * ab
+        dd = cc = dc = aa = bb = ab = 0.0
+        for r in range(k):
+            d_, c_, a_, b_ = np.float64(d[r, l]), np.float64(c[r, l]), np.float64(Pa[r, l]), np.float64(Pb[r, l])
+            dd += d_ * d_
+            cc += c_ * c_
+            dc += d_ * c_
+            aa += a_ * a_
+            bb += b_ * b_
+            ab += a_ * b_
+        total[l] += max(0.0, dd * aa + cc * bb + 2 * dc * ab)
 
 
 @njit(**TILE)
