@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -42,9 +40,9 @@ def test_norms_and_cosine_are_those_of_the_last_step(backend, recipe):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stretches_are_within_and_near_those_of_the_matrix(family):
     _, opt = trained(preconditioner=family)
-    exact = torch.linalg.svdvals(opt.preconditioner_matrix())
-    few, many = opt.diagnostics(), opt.diagnostics(power_iterations=400)
-    for numbers, near in ((few, 0.5), (many, 0.02)):
+    exact = torch.linalg.svdvals(opt.preconditioner_matrix() / opt.param_groups[0]["lr"])
+    first, many = opt.diagnostics(), opt.diagnostics(power_iterations=400)
+    for numbers, near in ((first, 0.05), (many, 0.02)):
         assert numbers["group0/largest_stretch"] <= exact[0] * (1 + 1e-9)
         assert numbers["group0/smallest_stretch"] >= exact[-1] * (1 - 1e-9)
         if family != "dense":  # which need not be symmetric
@@ -57,8 +55,8 @@ def test_stretches_are_within_and_near_those_of_the_matrix(family):
 
 def test_stretches_get_better_from_call_to_call():
     _, opt = trained()
-    exact = float(torch.linalg.svdvals(opt.preconditioner_matrix())[0])
-    first = opt.diagnostics()["group0/largest_stretch"]
+    exact = float(torch.linalg.svdvals(opt.preconditioner_matrix() / opt.param_groups[0]["lr"])[0])
+    first = opt.diagnostics(power_iterations=2)["group0/largest_stretch"]
     assert opt.diagnostics()["group0/largest_stretch"] == first  # not every call takes the time
     for _ in range(20 * watch.CYCLE):
         last = opt.diagnostics()["group0/largest_stretch"]
@@ -73,7 +71,7 @@ def test_the_hypergradients_norm(backend, meta, mixing):
     torch.manual_seed(0)
     family = Mixing(mixing=mixing)
     x, opt = trained(3, backend=backend, meta_optimizer=meta, preconditioner=family)
-    assert math.isnan(opt.diagnostics()["group0/hypergradient_norm"])
+    assert "group0/hypergradient_norm" not in opt.diagnostics()
     torch.manual_seed(0)
     _, truth = trained(3, backend="reference", meta_optimizer=meta, preconditioner=family)
     P, state = network(truth).engine.P, truth._state(0)
@@ -131,8 +129,8 @@ def test_groups_are_told_apart_and_skips_are_counted():
     a, b, empty = parameter(4), parameter(3), torch.nn.Parameter(torch.zeros(0))
     opt = LODO([{"params": [a]}, {"params": [b], "lr": 0.5}, {"params": [empty]}], lr=0.1, nonfinite="skip")
     numbers = opt.diagnostics()  # before any step
-    assert numbers["group0/largest_stretch"] == pytest.approx(0.1)
-    assert numbers["group1/smallest_stretch"] == pytest.approx(0.5)
+    assert numbers["group0/largest_stretch"] == pytest.approx(1)
+    assert numbers["group1/smallest_stretch"] == pytest.approx(1)
     assert numbers["group0/step_norm"] == 0
     assert not any(name.startswith("group2") for name in numbers)
     a.grad, b.grad = torch.ones_like(a), torch.full_like(b, float("nan"))
