@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lodo import feed
 from lodo._checks import check_real
 from lodo.engines import Lesson
 from lodo.group import Network, Options, State
@@ -23,7 +24,7 @@ from lodo.recipes import as_meta_optimizer
 from lodo.safety import measured
 from lodo.scalars import Flag, Scalar, logarithm, scalar_on, where
 
-_GATE = 0.02  # more than the learned gate changes in one update
+_GATE = 20 * feed.RATE  # more than the learned gate changes in one update: Adam's steps stay below 15 times its rate
 
 
 class Outcome(NamedTuple):
@@ -50,7 +51,7 @@ class Reading(NamedTuple):
     usable: Flag  # False if it is not finite, or would make something infinite
     log_s: Scalar  # a bound on how far G stretches a vector after the step (`lodo.safety`)
     rehearsed: Outcome | None = None  # the step on copies, if it had to be rehearsed
-    overshot: Flag = False  # whether the gradient is fine, but not what would be learned from it
+    overshot: Flag = False  # True if the gradient itself is finite, but a step with it would overflow something
 
 
 def read(options: Options, state: State, network: Network, moving: list[bool]) -> Reading:
@@ -61,10 +62,10 @@ def read(options: Options, state: State, network: Network, moving: list[bool]) -
     if options["maximize"]:
         network.g.vector.neg_()
     meta = as_meta_optimizer(options["meta_optimizer"])
-    usable = clip * norm < network.largest
-    if not network.engine.on_host and network.unmeasured % meta.measure_every == 0:
+    usable = clip * norm < network.largest_norm  # False for NaN too
+    if not network.engine.on_host and network.reads % meta.measure_every == 0:
         _measure(network, state, meta)
-    network.unmeasured += 1
+    network.reads += 1
     fits, log_s = _outlook(options, state, network, meta, norm * clip)
     reading = Reading(options, state, network, moving, norm, clip, usable, log_s)
     if not network.engine.on_host:
@@ -122,6 +123,8 @@ def _adopt(outcome: Outcome, state: State, net: Network) -> None:
             if isinstance(value, Tensor) and name != "last_step":
                 state[name].copy_(value)
         net.s.vector.copy_(outcome.s)
+        if "last_step" in outcome.state:
+            state["last_step"] = net.s.vector
         net.engine.forget()
 
 
@@ -271,7 +274,11 @@ def _remember(reading: Reading, outcome: Outcome, accepted: Flag) -> None:
 
 
 def forget(reading: Reading) -> None:
-    """Do not learn from the last step: it was too long for the gradient where it led, and would be for the next."""
+    """Do not learn from the last step, after a step was refused because of it.
+
+    Its length times the gradient there overflows, and would do so again with the next gradient: without this, every
+    later step would be refused too. With ``nonfinite="raise"`` on the CPU the caller decides what to do instead.
+    """
     if reading.overshot is True:
         reading.state["last_lr"] = 0.0
 

@@ -281,7 +281,7 @@ def _modern_state(group: Group, options: Options, old: State) -> State:
 
 
 def _modern_fingerprint(group: Group, seed: int, old: int) -> int:
-    """The checksum of the permutations in natural order, if the one of 0.1.0's tiles is right; else the wrong one."""
+    """Today's fingerprint if the old one, a checksum of 0.1.0's tiles, matches; otherwise the old, to be refused."""
     if not isinstance(group.family, Mixing) or group.family.mixing != "random" or not group.n:
         return old
     network = group.drawn(seed)

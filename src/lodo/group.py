@@ -107,9 +107,9 @@ class Network:
         self.index = group.index
         self.engine: Engine = kind(family, layout, P.to(layout.device), group.save_activations)
         self.g, self.s = Flat(layout), Flat(layout)  # the gradient; the step over lr
-        self.largest = math.sqrt(torch.finfo(layout.dtype).max)  # what can be squared
+        self.largest_norm = math.sqrt(torch.finfo(layout.dtype).max)  # of a gradient: what can be squared
         self.log_s: Scalar = math.inf  # a bound on how far G stretches a vector (`lodo.safety`); not measured yet
-        self.unmeasured = 0  # steps since a device measured it
+        self.reads = 0  # of gradients
         self.layers, self.growth = family.layers(layout), family.growth(layout)
         self._known_limits: tuple[MetaOptimizer, Limits] | None = None
         self.watch: Watch | None = None  # from the first call of diagnostics on

@@ -69,9 +69,10 @@ class LODO(Inspectable, Resumable):
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         save_activations: False computes activations again instead of keeping them between steps. Only the fused kernels
             keep any.
-        nonfinite: what a NaN or infinite gradient does: ``"raise"`` an error, or ``"skip"`` the step and count it in
-            `skipped_steps`. Either way nothing changes, on no rank. On a device other than the CPU, the error comes
-            with the next step, so that no step waits for the device.
+        nonfinite: what a gradient does that is NaN, infinite, or so large that something would overflow: ``"raise"`` an
+            error, or ``"skip"`` the step and count it in `skipped_steps`. Either way no parameter and nothing that was
+            learned changes, on any rank. On a device other than the CPU, the error comes with the next step, so that no
+            step waits for the device.
         check_sync_every: under DDP, how many steps apart the ranks check that they still hold the same parameters and
             state; the error names the rank. None never checks. Groups that are sharded differ by design.
         on_reshard: what happens when a state is loaded that was saved with another number of shards: ``"raise"`` an
@@ -137,7 +138,7 @@ class LODO(Inspectable, Resumable):
         self._groups = []
         self._steps_since_sync = 0
         self._refused_in_a_row = 0
-        self._refused: Tensor | None = None  # whether a device refused the last step; nobody has looked yet
+        self._refused: Tensor | None = None  # whether a device refused the last step; not read back yet
         defaults = {
             "lr": lr,
             "meta_lr": meta_lr,
@@ -194,7 +195,7 @@ class LODO(Inspectable, Resumable):
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)
-    _uncompiled_step = _disable_dynamo(_hooked_step)  # fused kernels are no graph: it is broken around them
+    _uncompiled_step = _disable_dynamo(_hooked_step)  # fused kernels cannot be traced, so the graph breaks around them
 
     def _step_groups(self) -> None:
         """Read and check every group's gradient, then let every group step."""

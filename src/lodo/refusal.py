@@ -53,7 +53,8 @@ def refuse(nonfinite: str, readings: Sequence[Reading], rank: int, in_a_row: int
         nonfinite: as for `LODO`.
         readings: of all groups.
         rank: that has such a gradient.
-        in_a_row: how many steps have been refused without one that was not, this one included.
+        in_a_row: how many steps have been refused without one that was not, this one included. Only counted on the CPU:
+            a device's refusals are counted there, in `skipped_steps`.
     """
     refused = [reading for reading in readings if reading.usable is False]
     if nonfinite == "skip":

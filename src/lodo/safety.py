@@ -7,12 +7,12 @@ sigma_i^2. Then
     the hypergradient of each layer is at most         H = 2 lr |g| |u| S
     the next step is at most                           lr |u'| S'
 
-where S' is S after the update of theta, whose size the meta-optimizer bounds. What is kept is log S: it grows by the
-worst case at every update, and is measured again when that has become too pessimistic. So an ordinary step costs a few
-operations on single numbers.
+where u is what the network was fed, primes mark the next step, and S' is S after theta's update; the meta-optimizer
+bounds that update. Only log S is kept. It grows by the worst case at every update and is measured afresh when the bound
+becomes too loose, so an ordinary step costs a few operations on single numbers.
 
-If a bound is too large all the same, `lodo.algorithm` rehearses the step on copies: it is taken if all that it would
-change stays finite, and refused otherwise. On a device, where nobody waits for the answer, the bound itself decides.
+If a bound is still too large, `lodo.algorithm` rehearses the step on copies: it is taken if all that it would change
+stays finite, and refused otherwise. On a device, where nobody waits for the answer, the bound itself decides.
 """
 
 from __future__ import annotations

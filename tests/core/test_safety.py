@@ -255,3 +255,27 @@ def test_a_draw_does_not_depend_on_threads(threads):
     assert float(theta.double().sum()) == pytest.approx(DRAWN, abs=1e-6)
     gram = theta[0] @ theta[0].mT
     assert torch.allclose(gram, torch.eye(4).expand_as(gram), atol=1e-5)
+
+
+def test_a_rehearsed_step_after_loading_keeps_the_last_step(monkeypatch):
+    """The guard judges the step that was really taken last, also if that step was rehearsed on copies."""
+    runs = []
+    for rehearse in (False, True):
+        torch.manual_seed(0)
+        x = parameter(20, dtype=torch.float32)
+        opt = LODO([x], lr=0.5, guard=True, preconditioner=Mixing(depth=3))
+        for t in range(12):
+            if t == 6:
+                resumed = LODO([x], lr=0.5, guard=True, preconditioner=Mixing(depth=3))
+                resumed.load_state_dict(opt.state_dict())
+                opt = resumed
+            x.grad = torch.linspace(0.1, 1, 20) * x.detach() * (100 if t > 6 else 1)
+            if rehearse and t == 6:
+                with monkeypatch.context() as patch:
+                    patch.setattr("lodo.algorithm._outlook", lambda *_: (False, math.inf))
+                    opt.step()
+            else:
+                opt.step()
+        runs.append((x.detach().clone(), opt.state_dict()["state"][0]))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert same(runs[0][1], runs[1][1])
