@@ -10,6 +10,7 @@ import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,9 +93,9 @@ def no_work(tmp_path, monkeypatch):
 
     monkeypatch.setattr("lodo.lab.pipeline.run_experiment", planned)
     monkeypatch.setattr("lodo.lab.comparison.write_comparison", lambda found, page, out, console: None)
-    monkeypatch.setattr("lodo.lab.tuning.outcome.run_search", lambda search, *rest, **options: search.make_run(0, {
-        space.parameter: space.start if space.kind == "rate" else 1 - space.start for space in search.spaces
-    }))  # fmt: skip
+    monkeypatch.setattr("lodo.lab.tuning.outcome.run_search", lambda search, *rest, **options: SimpleNamespace(
+        run=search.start, worse=""
+    ))  # fmt: skip
     monkeypatch.setattr("lodo.lab.tuning.report.write_outcome", lambda outcome, address, folder, console: folder)
     monkeypatch.setattr("lodo.lab.theory.parts.part", lambda name: lambda quick, seed: Finding(name, name, ()))
     monkeypatch.setattr("lodo.lab.run.read_weights", lambda path: ({"task": "mnist", "task_options": {}}, []))

@@ -439,7 +439,7 @@ def test_axes_can_be_chosen(shown):
         return {trace["name"]: trace["x"][-1] for trace in traces(figure) if trace["name"]}
 
     assert 590 < ends()["O-LBFGS"] < 601
-    figure.get_by_label("step").check()
+    figure.get_by_label("update", exact=True).check()
     assert ends()["O-LBFGS"] < 301 < 590 < ends()["Adam"]
     figure.get_by_label("second", exact=True).check()
     assert 0 < ends()["Adam"] < 100
@@ -450,7 +450,7 @@ def test_axes_can_be_chosen(shown):
     assert low == pytest.approx(0.85 * 7.412, rel=1e-3)
     figure.get_by_label("close up").uncheck()
     assert canvas.evaluate("canvas => canvas._fullLayout.yaxis.range[1]") != pytest.approx(high)
-    for label, on in (("evaluation", True), ("log x", False), ("log y", True), ("close up", True)):
+    for label, on in (("step", True), ("log x", False), ("log y", True), ("close up", True)):
         figure.get_by_label(label, exact=True).set_checked(on)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.exceptions import OptunaError
 from optuna.trial import TrialState, create_trial
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lodo.lab.cli import app
@@ -29,8 +31,9 @@ from lodo.lab.run import load_curve
 from lodo.lab.tasks import TASKS
 from lodo.lab.tuning import SAMPLERS
 from lodo.lab.tuning.evolution import EvolutionSampler
-from lodo.lab.tuning.finals import Finals, finalists
+from lodo.lab.tuning.finals import Finals, finalists, reference
 from lodo.lab.tuning.outcome import Outcome, run_search
+from lodo.lab.tuning.report import write_outcome
 from lodo.lab.tuning.search import Search, plan_search
 from lodo.lab.tuning.space import Schedule, Space, find_schedule, find_spaces, parse_spaces
 from lodo.lab.tuning.study import _abandoned, _Claims, finished_trials, open_study, run_study, without_password
@@ -366,19 +369,19 @@ class TestFinals:
         finals, folder = outcome.finals, tmp_path / "runs"
         assert isinstance(finals, Finals)
         trials = outcome.last.trials
-        assert len(trials) == finals.number == 8
+        assert len(trials) == finals.number == 10, "four candidates and the paper's values"
         runs = [finals.make_run(trial.number, trial.params) for trial in trials]
-        assert [run.seed for run in runs] == [1008] * 4 + [1009] * 4, "those of the search are 1000 to 1007"
+        assert [run.seed for run in runs] == [1008] * 5 + [1009] * 5, "those of the search are 1000 to 1007"
         assert {run.evaluations for run in runs} == {SMALL.steps[-1]}
         assert [trial.value for trial in trials] == [tail(load_curve(run, folder)) for run in runs]
         means = {row[0].origin: sum(row[1]) / 2 for row in outcome.rows}
         assert outcome.rows[0][0].origin == min(means, key=means.__getitem__)
         by_hand = [trial.value for trial in trials if trial.params == outcome.params]
         assert outcome.rows[0][1] == by_hand
-        assert seen[-1] == (16, 16, "finals: 4 candidates on 2 seeds")
+        assert seen[-1] == (18, 18, "finals: 5 candidates on 2 seeds")
         before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
         more = run_search(small(), storage, tmp_path, confirm=3, workers=0)
-        assert more.finals.number == 12, "more seeds add to what is there"
+        assert more.finals.number == 15, "more seeds add to what is there"
         assert {path: path.stat().st_mtime_ns for path in before} == before
         assert run_search(small(), storage, tmp_path, confirm=0, workers=0).params == search.mean(outcome.study)
         with pytest.raises(ValueError, match="confirm must be"):
@@ -401,6 +404,31 @@ class TestFinals:
         outcome = Outcome(search, study, finals, last)
         assert outcome.rows[0][0] == candidates[3]
         assert outcome.rows[-1] == (candidates[0], [math.inf, 6.0])
+
+    @pytest.mark.parametrize(
+        ("theirs", "said"), [(15.3, "WORSE than the paper's values: a loss of 110 against 15.3"), (120.0, "")]
+    )
+    def test_values_worse_than_the_papers_are_called_so(self, theirs, said, tmp_path):
+        search = plan_search("bowl", "lodo", schedule="quick")
+        study = tuned_by(search, lambda params: 110 + abs(math.log(params["lr"])))
+        known = reference(search)
+        assert search.tuned(known.params) == pytest.approx({"lr": 0.27, "meta_lr": 0.00096, "beta": 0.195})
+        finals = Finals(search, (*finalists(search, study), known), seeds=2)
+        last = tuned_by(finals, lambda params: theirs if params == known.params else 110.0)
+        outcome = Outcome(search, study, finals, last)
+        assert known not in [finalist for finalist, _ in outcome.rows]
+        assert outcome.reference == (known, [theirs, theirs])
+        assert said in outcome.worse
+        assert bool(outcome.worse) == bool(said)
+        printed = Console(record=True, quiet=False, width=200, file=io.StringIO())
+        write_outcome(outcome, "sqlite://", tmp_path, printed)
+        assert ("WORSE" in printed.export_text()) == bool(said)
+        assert json.loads((tmp_path / "summary.json").read_text())["worse_than_reference"] == bool(said)
+        assert "the paper's values" in (tmp_path / "table.md").read_text()
+
+    def test_without_values_of_the_paper_the_start_is_to_beat(self):
+        search = Search("bowl", Choice("torch.AdamW"), (LR,), Schedule(2, (1.0,), (10,)))
+        assert (reference(search).origin, reference(search).params) == ("the values at the start", {"lr": 2.0})
 
     def test_nothing_but_divergence(self, tmp_path):
         search = Search("bowl", Choice("adam"), (LR,), Schedule(2, (1.0,), (10,)), sampler="random", trials=2)
@@ -464,7 +492,7 @@ class TestCommand:
             [(trial.number, trial.state, trial.value, trial.params) for trial in study.trials[:48]] for study in studies
         ]
         assert ours == theirs
-        assert len(list(runs.glob("*.parquet"))) == 48 + 4
+        assert len(list(runs.glob("*.parquet"))) == 48 + 4 + 1
         assert summary(shared)["finalists"] == summary(alone)["finalists"]
         owners = {trial.user_attrs["owner"]["pid"] for trial in studies[0].trials[:48]}
         assert len(owners) >= 2

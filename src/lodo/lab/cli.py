@@ -365,7 +365,8 @@ def tune(
             written = write_outcome(outcome, address, out / "tune" / search.name, console)
             name = search.choice.optimizer
             optimizers = "" if name in OPTIMIZERS else f" --optimizers {name}"  # no experiment has it by default
-            typer.echo(f"use them: lodo run {_experiment_of(search.task)}{optimizers} --hyperparameters {written}")
+            use = "use them nevertheless" if outcome.worse else "use them"
+            typer.echo(f"{use}: lodo run {_experiment_of(search.task)}{optimizers} --hyperparameters {written}")
 
 
 @app.command(no_args_is_help=True)

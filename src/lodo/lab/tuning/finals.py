@@ -20,10 +20,12 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from lodo._checks import check_int
+from lodo.lab.optimizers import paper_hyperparameters
 from lodo.lab.run import Run
 from lodo.lab.tuning.search import Search
 
 FINALISTS = 4
+PAPERS, START = "the paper's values", "the values at the start"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,22 @@ def finalists(search: Search, study: Study) -> tuple[Finalist, ...]:
     if mean is not None:
         candidates.insert(0, Finalist("mean of the better half", mean))
     return tuple(candidates[:FINALISTS])
+
+
+def reference(search: Search) -> Finalist:
+    """What the result has to be better than: the paper's values, or those that the search starts from.
+
+    It runs in the finals too, but is never the result.
+    """
+    paper = paper_hyperparameters(search.task, search.choice.optimizer)
+    known = all(space.name in paper for space in search.spaces)
+    params = {}
+    for space in search.spaces:
+        value = paper[space.name] if known else space.start
+        if known and space.name == "lr":
+            value /= search.schedule.rate_factor
+        params[space.parameter] = value if space.kind == "rate" else 1 - value
+    return Finalist(PAPERS if known else START, params)
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,7 @@ class Finals:
     @property
     def name(self) -> str:
         """The name of the study."""
-        return f"{self.search.name}-finals"
+        return f"{self.search.name}-finals-2"  # those of 0.1.0 had no reference
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from optuna.exceptions import OptunaError
 from lodo._checks import check_int
 from lodo.lab.files import check_folder
 from lodo.lab.tuning.evolution import EvolutionSampler
-from lodo.lab.tuning.finals import FINALISTS, Finalist, Finals, finalists
+from lodo.lab.tuning.finals import FINALISTS, PAPERS, START, Finalist, Finals, finalists, reference
 from lodo.lab.tuning.search import Search
 from lodo.lab.tuning.study import finished_trials, run_study, without_secrets
 
@@ -43,8 +43,32 @@ class Outcome:
         """The finalists, the winner first, with their losses by seed."""
         if self.finals is None or self.last is None:
             return [(each, []) for each in finalists(self.search, self.study)[:1]]
-        rows = list(zip(self.finals.finalists, self.finals.losses(self.last), strict=True))
+        rows = [row for row in self._finals if row[0].origin not in (PAPERS, START)]
         return sorted(rows, key=lambda row: fmean(row[1]))
+
+    @property
+    def reference(self) -> tuple[Finalist, list[float]] | None:
+        """The values that the winner has to beat, with their losses by seed; None if they were not run."""
+        return next((row for row in self._finals if row[0].origin in (PAPERS, START)), None)
+
+    @property
+    def worse(self) -> str:
+        """A warning if the winner is worse than the reference on the same seeds; else empty."""
+        if self.reference is None:
+            return ""
+        (known, theirs), ours = self.reference, fmean(self.rows[0][1])
+        if ours <= fmean(theirs):
+            return ""
+        return (
+            f"The tuned values are WORSE than {known.origin}: a loss of {ours:.4g} against {fmean(theirs):.4g} on the "
+            "same seeds. Do not use them; search for longer, or start closer."
+        )
+
+    @property
+    def _finals(self) -> list[tuple[Finalist, list[float]]]:
+        if self.finals is None or self.last is None:
+            return []
+        return list(zip(self.finals.finalists, self.finals.losses(self.last), strict=True))
 
     @property
     def params(self) -> Mapping[str, float]:
@@ -76,15 +100,15 @@ def run_search(
     check_int("confirm", confirm, low=0)
     for folder in (out / "runs", out / "tune" / search.name):
         check_folder("out", folder)
-    expected = search.number + confirm * FINALISTS
+    expected = search.number + confirm * (FINALISTS + 1)
     try:
         study = run_study(
             search, storage, out, on_progress=partial(_report_search, search, expected, on_progress), **options
         )
         candidates = finalists(search, study)
-        if not confirm or len(candidates) < 2:
+        if not confirm or not candidates:
             return Outcome(search, study)
-        finals = Finals(search, candidates, confirm)
+        finals = Finals(search, (*candidates, reference(search)), confirm)
         last = run_study(finals, storage, out, on_progress=partial(_report_finals, finals, on_progress), **options)
     except OptunaError as error:
         raise OSError(f"storage failed: {without_secrets(str(error), storage)}") from error

@@ -44,6 +44,8 @@ def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console
             f"The finalists were run again, {search.schedule.steps[-1]:,} steps on the same {outcome.finals.seeds} "
             "fresh seeds; tuned is the best of them. The paper takes the mean of the better half."
         )
+    if outcome.worse:
+        notes.append(outcome.worse)
     if search.schedule.rate_factor != 1:
         notes.append(f"The tuned lr has been multiplied by {search.schedule.rate_factor:g}, as in the paper.")
     title = f"Tuning of {search.choice.label} on {search.task}, sampler {search.sampler}"
@@ -67,6 +69,8 @@ def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console
             }
             for finalist, losses in outcome.rows
         ],
+        "reference": None if outcome.reference is None else outcome.reference[0].origin,
+        "worse_than_reference": bool(outcome.worse),
     }
     write_atomically(settings, toml(search, tuned).encode())
     write_atomically(folder / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
@@ -107,7 +111,7 @@ def _tables(
     ]
     if outcome.finals is not None:
         rows = []
-        for finalist, losses in outcome.rows:
+        for finalist, losses in [*outcome.rows, *filter(None, [outcome.reference])]:
             of_it = outcome.search.tuned(finalist.params)
             spread = f" ± {stdev(losses):.2g}" if len(losses) > 1 and math.isfinite(max(losses)) else ""
             loss = f"{fmean(losses):.4g}{spread}" if math.isfinite(max(losses)) else "diverged"
