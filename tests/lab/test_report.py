@@ -10,6 +10,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -247,7 +248,12 @@ def test_the_command_names_the_file_of_hyperparameters(tmp_path, monkeypatch):
 )
 def test_the_command_of_a_search_asks_for_the_same(task, optimizer, asked, monkeypatch):
     heard = []
-    monkeypatch.setattr("lodo.lab.tuning.outcome.run_search", lambda search, *rest, **options: heard.append(search))
+
+    def search_nothing(search, *_, **options):
+        heard.append(search)
+        return SimpleNamespace(worse="")
+
+    monkeypatch.setattr("lodo.lab.tuning.outcome.run_search", search_nothing)
     monkeypatch.setattr("lodo.lab.tuning.report.write_outcome", lambda *_: Path())
     with using("digits"):
         search = plan_search(task, optimizer, **asked)
@@ -466,7 +472,7 @@ def test_hovering_tells_values(shown):
 def test_everything_works_from_the_keyboard(shown):
     assert shown.evaluate("document.querySelector('a, button, input').textContent") == "Skip to the content"
     figure = plot(shown, "bowl-curves")
-    figure.get_by_label("step", exact=True).press("Space")
+    figure.get_by_label("update", exact=True).press("Space")
     figure.get_by_label("Adam").focus()
     shown.keyboard.press("Space")
     assert names(figure) == ["LODO", "O-LBFGS"]
@@ -474,14 +480,14 @@ def test_everything_works_from_the_keyboard(shown):
     status = figure.get_by_role("status")
     shown.keyboard.press("ArrowRight")
     assert re.fullmatch(r"at 1: LODO [\d.]+, O-LBFGS [\d.]+", status.text_content())
-    shown.keyboard.press("End")  # where O-LBFGS, with two evaluations a step, has ended
+    shown.keyboard.press("End")  # where O-LBFGS, with two evaluations an update, has ended
     told = status.text_content()
     assert re.fullmatch(r"at 59\d.*: LODO [\d.]+", told)
     shown.keyboard.press("ArrowLeft")
     assert status.text_content() != told
     figure.get_by_label("Adam").press("Space")
     assert names(figure) == ["Adam", "LODO", "O-LBFGS"]
-    figure.get_by_label("evaluation").press("Space")
+    figure.get_by_label("step", exact=True).press("Space")
     reachable = "() => [...document.querySelectorAll('.scroll')].every(region => region.tabIndex === 0)"
     assert shown.evaluate(reachable)
 
