@@ -31,7 +31,7 @@ def largest(a: Scalar, b: Scalar) -> Scalar:
     """The larger of two numbers.
 
     >>> largest(1.0, 2.0), largest(torch.tensor(3.0), 2.0)
-    (2.0, tensor(3.))
+    (2.0, tensor(3., dtype=torch.float64))
     """
     return where(a > b, a, b)
 

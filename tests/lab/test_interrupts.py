@@ -93,7 +93,7 @@ def test_a_signal_that_the_command_was_started_to_ignore_stays_ignored(tmp_path)
     assert interrupt(program, tmp_path, signal.SIGTERM)[0] == 143
 
 
-def test_saving_a_state_never_swallows_an_interrupt(tmp_path, monkeypatch):
+def test_saving_a_state_never_swallows_an_interrupt(tmp_path, monkeypatch, request):
     """`torch.save` writes from C++ and reports whatever goes wrong there as an error of its own."""
     left = 0  # writes until the interrupt
 
@@ -106,6 +106,8 @@ def test_saving_a_state_never_swallows_an_interrupt(tmp_path, monkeypatch):
             return super().write(data)
 
     monkeypatch.setattr(files, "_Hashing", Interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     state = {"x": torch.ones(10_000), "y": [torch.zeros(3), 4]}
     save_state(tmp_path / "whole", state)
     last = -left

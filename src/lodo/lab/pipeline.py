@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lodo._checks import check_int
 from lodo.lab.executor import OnProgress, load_finished, sweep
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results, environments, step_time
 from lodo.lab.files import check_folder, write_atomically
@@ -40,6 +41,8 @@ def run_experiment(
     console = console or Console()
     plan = experiment.plan(request)
     folder = out / experiment.name
+    if workers is not None:
+        check_int("workers", workers, low=0)  # before a folder is made
     check_folder("out", folder)
     for line in experiment.needs(request):
         console.print(line, markup=False, highlight=False)
