@@ -24,7 +24,7 @@ from lodo.recipes import as_meta_optimizer
 from lodo.safety import measured
 from lodo.scalars import Flag, Scalar, logarithm, scalar_on, where
 
-_GATE = 20 * feed.RATE  # more than the learned gate changes in one update: Adam's steps stay below 15 times its rate
+_GATE = 20 * feed.RATE  # more than the learned gate changes in one update: Adam's steps stay below 8 times its rate
 
 
 class Outcome(NamedTuple):
@@ -125,7 +125,6 @@ def _adopt(outcome: Outcome, state: State, net: Network) -> None:
         net.s.vector.copy_(outcome.s)
         if "last_step" in outcome.state:
             state["last_step"] = net.s.vector
-        net.engine.forget()
 
 
 # ---------------------------------------------------------------- what a step could do at worst
@@ -179,12 +178,11 @@ def _rehearsed(reading: Reading) -> Outcome | None:
     names = [name for name, value in state.items() if isinstance(value, Tensor) and name != "last_step"]
     copies = {**state, **{name: net.engine.copied(state[name]) for name in names}}
     outcome = _advance(reading, copies, torch.empty_like(net.s.vector), accepted=True)
+    net.engine.forget()  # what it kept belongs to the copies
     numbers = [outcome.s, *(copies[name] for name in names)]
     finite = all(bool(torch.isfinite(x).all()) for x in numbers) and _all_finite(outcome.gate)
-    if finite and net.s.lands(options["params"], reading.moving, outcome.s, outcome.lr, options["weight_decay"]):
-        return outcome
-    net.engine.forget()
-    return None
+    lands = net.s.lands(options["params"], reading.moving, outcome.s, outcome.lr, options["weight_decay"])
+    return outcome if finite and lands else None
 
 
 def _all_finite(gate: Learned | None) -> bool:
