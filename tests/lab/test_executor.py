@@ -100,6 +100,7 @@ def test_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     assert summary(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_killed_command_continues(undisturbed, tmp_path):
     process = lodo("--out", tmp_path, "--workers", 2)
     wait_for(lambda: len(checkpoints(tmp_path)) == 2, process)
@@ -115,6 +116,7 @@ def test_a_killed_command_continues(undisturbed, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in done} == before
 
 
+@pytest.mark.slow
 def test_interrupting_leaves_a_resumable_state_and_says_so(undisturbed, tmp_path):
     process = lodo("--out", tmp_path, "--workers", 2)
     wait_for(lambda: checkpoints(tmp_path), process)
@@ -167,6 +169,7 @@ def test_a_running_scheduler_can_be_used(cluster, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_scheduler_on_the_command_line(cluster, tmp_path):
     args = ["run", "rosenbrock", "--quick", "--scheduler", cluster.scheduler_address, "--out", str(tmp_path)]
     result = CliRunner().invoke(app, args)

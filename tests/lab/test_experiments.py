@@ -200,6 +200,7 @@ def test_noise_shares_its_runs_with_the_bowl(tmp_path):
     assert file.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_freezing_is_what_explodes(tmp_path):
     """The learned G is right for its own bowl and ruinous on another; LODO that learns on the fly is fine."""
     invoke("run", "bowl-frozen", "--steps", 6000, "--seeds", 2, "--workers", 2, "--out", tmp_path)

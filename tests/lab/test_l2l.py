@@ -244,6 +244,7 @@ def test_the_meta_gradient_drops_second_derivatives(weights):
     assert first.requires_grad
 
 
+@pytest.mark.slow
 def test_training_depends_on_its_seed_alone():
     settings = {**TINY, "episodes": 4, "check_every": 2}
     before = torch.get_rng_state()
@@ -258,6 +259,7 @@ def test_training_depends_on_its_seed_alone():
     assert not any(w.requires_grad for w in a.values())
 
 
+@pytest.mark.slow
 def test_training_learns_to_track():
     done = []
     trained = train(**TINY, on_progress=done.append)

@@ -92,6 +92,7 @@ def test_figures_of_the_change():
     assert options._back(curve_of([10.0] * 500 + [math.nan] * 500)) == 500
 
 
+@pytest.mark.slow
 def test_the_whole_experiment_in_small(tmp_path):
     request = EXPERIMENT.request(evaluations=100, seeds=2)
     run_experiment(EXPERIMENT, request, tmp_path, workers=0)

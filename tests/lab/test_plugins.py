@@ -189,6 +189,7 @@ def test_run_takes_tasks_and_experiments(module, tmp_path):
     assert (results / f"compare-{module}.parabola" / f"compare-{module}.parabola.png").exists()
 
 
+@pytest.mark.slow
 def test_tune_and_use_what_was_tuned(module, tmp_path):
     space = ("--space", "rate(lr=0.01)", "--schedule", "quick", "--confirm", 0, "--workers", 0)
     said = invoke("tune", f"{module}:Valley", "--optimizer", f"{module}:Signs", *space)
@@ -208,6 +209,7 @@ def test_local_workers(module, tmp_path):
     assert len(list((tmp_path / "mine" / "results" / "runs").glob("*.parquet"))) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_of_a_scheduler_imports_edited_code_again(module, tmp_path, monkeypatch):
     """The worker was started in another folder, and keeps the module between two sweeps."""
     first = []

@@ -367,6 +367,7 @@ def invoke(*args):
     return " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_the_experiment_writes_its_files(tmp_path):
     out = invoke("--steps", 30, "--seeds", 2, "--workers", 0, "--out", tmp_path)
     folder = tmp_path / "bowl-rivals"

@@ -309,6 +309,7 @@ class TestMinima:
 
 
 @pytest.mark.parametrize("name", PARTS)
+@pytest.mark.slow
 def test_command(name, tmp_path):
     result = CliRunner().invoke(app, ["theory", name, "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output

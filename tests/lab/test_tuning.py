@@ -360,6 +360,7 @@ class TestFinals:
         study = tuned_by(search, lambda params: float(params["depth"]))
         assert type(search.mean(study)["depth"]) is int
 
+    @pytest.mark.slow
     def test_every_finalist_runs_on_the_same_fresh_seeds(self, tmp_path):
         search, storage = small(), f"sqlite:///{tmp_path / 'tuning.db'}"
         seen = []
@@ -462,6 +463,7 @@ def summary(out):
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_killed_and_shared_it_ends_as_undisturbed(self, tmp_path):
         """kill -9 in the middle, then two processes on the same storage: every trial once, the same values."""
         task = ("--schedule", "quick", "--task", "n=20", "--workers", "0", "--confirm", "1")
