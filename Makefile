@@ -6,20 +6,24 @@ PACKAGES := .venv/lib/python3*/site-packages
 define install
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[$(1)]'
-	$(BIN)/python -m compileall -q -j 0 $(PACKAGES) src > /dev/null || true
+	$(BIN)/python -m compileall -q -j 0 -x '/(tests|transformers/models)/' $(PACKAGES) src > /dev/null || true
 endef
 
-.PHONY: demo test test-slow docs pictures bench format release-check setup
+.PHONY: demo test test-slow lint types docs pictures bench format release-check setup
 
 demo: .venv/lab
 	$(BIN)/lodo run bowl --quick
 
 test: setup
+	$(MAKE) --no-print-directory --jobs=2 lint types docs
+	$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
+
+lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: setup
 	$(BIN)/mypy
-	$(MAKE) --no-print-directory docs
-	$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow --numprocesses=2 --dist=worksteal

@@ -26,6 +26,7 @@ def load(path):
     return module
 
 
+@pytest.mark.slow
 def test_lodo_tracks_the_noisy_bowl_better_than_adam(tmp_path):
     """The paper's central claim at 20,000 steps, with the paper's hyperparameters."""
     experiment = experiments.load("bowl")
@@ -43,6 +44,7 @@ def test_the_demo_is_a_quick_bowl():
     assert "$(BIN)/lodo run bowl --quick\n" in (ROOT / "Makefile").read_text()
 
 
+@pytest.mark.slow
 def test_benchmark_writes_ratios(tmp_path):
     out = tmp_path / "bench.json"
     command = [sys.executable, ROOT / "benchmarks" / "bench.py", "--sizes", "300", "--repeats", "2", "--out", out]
@@ -79,6 +81,7 @@ def test_benchmark_beside_networks(tmp_path):
         assert all(0 < ratio < 1.1 for ratio in ratios.values())
 
 
+@pytest.mark.slow
 def test_benchmark_of_training(tmp_path):
     out = tmp_path / "training.json"
     command = [sys.executable, ROOT / "benchmarks" / "training.py", "--size", "1000", "--repeats", "1", "--out", out]

@@ -81,10 +81,10 @@ LARGE = {
     "gate, forgetful schedule-free": {
         "momentum": "learned", "meta_optimizer": "schedule-free", "save_activations": False,
     },
-    "robust": {"recipe": "robust", "mixing": "shuffle"},
-    "shuffle, bfloat16": {"mixing": "shuffle", **BFLOAT16},
 }  # fmt: skip
 OTHER_PAIRS = {
+    "robust": {"recipe": "robust", "mixing": "shuffle"},
+    "shuffle, bfloat16": {"mixing": "shuffle", **BFLOAT16},
     "shuffle": {"mixing": "shuffle"},
     "forgetful shuffle": {"save_activations": False, "mixing": "shuffle"},
     "gate, schedule-free, shuffle": {"momentum": "learned", "meta_optimizer": "schedule-free", "mixing": "shuffle"},

@@ -458,7 +458,9 @@ def test_a_state_brings_everything_back(images, evaluated):
         drawn(other)
 
 
-@pytest.mark.parametrize("call", ["adam(lr=0.01)", "lodo", "lodo(recipe='robust')", "lbfgs"])
+@pytest.mark.parametrize(
+    "call", ["adam(lr=0.01)", "lodo", pytest.param("lodo(recipe='robust')", marks=pytest.mark.slow), "lbfgs"]
+)
 def test_an_interrupted_run_resumes_bit_for_bit(images, call, tmp_path, monkeypatch):
     (choice,) = parse(call)
     options = {**SMALL, "micro_batch": 4, "train_size": 50, "digest": images.digest}

@@ -88,6 +88,7 @@ def undisturbed(tmp_path_factory):
     return summary(out)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     process = lodo("--out", tmp_path, "--workers", 2)
     wait_for(lambda: len(checkpoints(tmp_path)) == 2, process)

@@ -145,7 +145,13 @@ def test_the_papers_rows_are_all_there():
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("bowl", 300), ("bowl-noise", 60), ("bowl-frozen", 60), ("rosenbrock", 40)]
+    ("name", "steps"),
+    [
+        ("bowl", 300),
+        pytest.param("bowl-noise", 60, marks=pytest.mark.slow),
+        ("bowl-frozen", 60),
+        ("rosenbrock", 40),
+    ],
 )
 def test_an_experiment_writes_its_files(name, steps, tmp_path):
     """Every optimizer of every experiment, at a toy size."""

@@ -283,6 +283,7 @@ def test_bad_settings_are_named(name, value):
         train(**{**TINY, name: value})
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_says_so():
     with pytest.raises(FloatingPointError, match=r"lr = 1e\+30"):
         train(**{**TINY, "episodes": 2, "lr": 1e30})

@@ -386,6 +386,7 @@ def invoke(*args, code=0):
     return " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_the_whole_experiment_at_a_toy_size(folder, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     small = ("--task", "hidden=(4,), batch=8", "--steps", 20, "--seeds", 2)

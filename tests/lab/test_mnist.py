@@ -690,6 +690,7 @@ def test_the_command_says_size_data_and_batch(done):
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.slow
 def test_the_other_two_experiments_at_a_toy_size(name, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     chosen = "lodo_global, lodo_diagonal"

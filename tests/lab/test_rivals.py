@@ -278,6 +278,7 @@ def without_heavyball(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_without_the_extra(without_heavyball, tmp_path):
     process = without_heavyball("bowl-rivals", "--steps", "20", "--seeds", "1")
     assert process.returncode == 1

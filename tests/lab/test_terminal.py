@@ -58,7 +58,7 @@ def test_theory_as_it_is(columns, tmp_path):
         assert squeezed(f"* {claim} holds") in squeezed(lines)
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_compare_and_report_keep_their_tables(columns, tmp_path):
     words = [
         "compare",

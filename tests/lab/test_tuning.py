@@ -462,6 +462,9 @@ def summary(out):
     return json.loads(path.read_text())
 
 
+SLOW_SAMPLERS = [pytest.param(x, marks=pytest.mark.slow) for x in (*SAMPLERS, "paper") if x != "tpe"]
+
+
 class TestCommand:
     @pytest.mark.slow
     def test_killed_and_shared_it_ends_as_undisturbed(self, tmp_path):
@@ -499,7 +502,7 @@ class TestCommand:
         owners = {trial.user_attrs["owner"]["pid"] for trial in studies[0].trials[:48]}
         assert len(owners) >= 2
 
-    @pytest.mark.parametrize("sampler", [*SAMPLERS, "paper"])
+    @pytest.mark.parametrize("sampler", ["tpe", *SLOW_SAMPLERS])
     def test_every_sampler(self, sampler, tmp_path):
         trials = [] if sampler == "paper" else ["--trials", "6"]
         args = ["tune", "rosenbrock", "--optimizer", "momentum", "--schedule", "quick", "--sampler", sampler, *trials]
@@ -530,6 +533,7 @@ class TestCommand:
         rows = json.loads((tmp_path / "rosenbrock" / "summary.json").read_text())["settings"]["choices"]
         assert rows[0]["settings"] == tuned
 
+    @pytest.mark.slow
     def test_any_option_of_any_optimizer(self, tmp_path):
         args = ["tune", "rosenbrock", "--optimizer", "torch.NAdam(eps=1e-6)", "--schedule", "quick"]
         args += ["--sampler", "random", "--trials", "6", "--confirm", "1"]
@@ -541,6 +545,7 @@ class TestCommand:
         assert tuned.keys() == {"eps", "lr", "momentum_decay"}
         assert 0.001 <= tuned["lr"] <= 10
 
+    @pytest.mark.slow
     def test_images_too(self, tmp_path):
         optimizer = "lodo(preconditioner='mixing(block_size=2)')"
         args = ["tune", "mlp", "--optimizer", optimizer, "--schedule", "quick", "--data", "digits", "--workers", "0"]

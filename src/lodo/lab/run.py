@@ -43,7 +43,7 @@ from lodo.lab.tasks import find_task, make_task
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # part of every run's address: raise it when the same settings come to mean another curve
+FORMAT = 2  # part of every run's address: raise it when a curve changes by more than rounding, as between machines
 _LOOK_EVERY = 0.25  # seconds of training between checks for progress, checkpoints and time limits
 _TRAINING_OVER_SAVING = 10  # the least ratio of time spent training to time spent writing checkpoints
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit, prange
 
 from lodo.engines.numba.feeding import feed, learn_gate
-from lodo.engines.numba.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
+from lodo.engines.numba.tiles import TILE, add_squares, copy, layer_key, pad, times, times_transposed, total, update
 from lodo.meta import SCHEDULE_FREE
 
 
@@ -30,13 +30,6 @@ def _scatter(x, p, out):  # out = P^T x
         out[p[j]] = x[j]
 
 
-@njit(**TILE)
-def _copy(x, out):
-    # not `out[:] = x` in a kernel for many threads: Numba takes that for dead code if `out` comes out of a tuple
-    for j in range(out.size):
-        out[j] = x[j]
-
-
 @njit(inline="always")
 def _up(theta, P, v, x, y, chunks, inputs):
     """inputs[i] = P_i a_{i-1} for every layer, from a_0 = v; returns a_N, which is x or y.
@@ -44,8 +37,7 @@ def _up(theta, P, v, x, y, chunks, inputs):
     If ``inputs`` has one layer only, each layer overwrites the last.
     """
     N, kept = theta.shape[0], inputs.shape[0]
-    x.reshape(-1)[: v.size] = v
-    x.reshape(-1)[v.size :] = 0
+    pad(v, x.reshape(-1))
     for i in range(N):
         source = (x if i % 2 == 0 else y).reshape(-1)
         target = y if i % 2 == 0 else x
@@ -64,14 +56,14 @@ def _up_and_down(theta, P, v, x, y, E, chunks, inputs, outputs, out):
     If ``outputs`` has two layers only, they take turns.
     """
     N, kept = theta.shape[0], outputs.shape[0]
-    outputs[(N - 1) % kept] = _up(theta, P, v, x, y, chunks, inputs)
+    copy(_up(theta, P, v, x, y, chunks, inputs).reshape(-1), outputs[(N - 1) % kept].reshape(-1))
     for i in range(N - 1, -1, -1):
         c_i, target = outputs[i % kept], (y if i == 0 else outputs[(i - 1) % kept]).reshape(-1)
         for j in prange(chunks.size - 1):
             for t in range(chunks[j], chunks[j + 1]):
                 times_transposed(theta[i, t], c_i[t], E[j, 0])
                 _scatter(E[j, 0].reshape(-1), P[i, t], target)
-    _copy(y.reshape(-1), out)
+    copy(y.reshape(-1), out)
 
 
 @njit(inline="always")
@@ -88,7 +80,7 @@ def _learn(
     N = theta.shape[0]
     turns = c.shape[0]
     if not kept:
-        c[(N - 1) % turns] = _up(theta, P, u, x, y, chunks, Pa)
+        copy(_up(theta, P, u, x, y, chunks, Pa).reshape(-1), c[(N - 1) % turns].reshape(-1))
     w = _up(theta, P, g, x, y, chunks, Pb)
     z = y if N % 2 == 0 else x  # the one that w is not
     for i in range(N - 1, -1, -1):

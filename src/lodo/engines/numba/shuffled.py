@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit, prange
 
 from lodo.engines.numba.feeding import feed, learn_gate
-from lodo.engines.numba.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
+from lodo.engines.numba.tiles import TILE, add_squares, copy, layer_key, pad, times, times_transposed, total, update
 from lodo.meta import SCHEDULE_FREE
 
 # Rows are taken out of a tile before they are looped over: only so does LLVM see that it may use vector instructions.
@@ -81,23 +81,11 @@ def _deinterleave(a, blocks, t, Y):
             row[l] = 0
 
 
-@njit(**TILE)
-def _enter(v, a):
-    """The hidden vector of v: v and then zeros."""
-    a[: v.size] = v
-    a[v.size :] = 0
-
-
-@njit(**TILE)
-def _leave(a, v):
-    v[:] = a[: v.size]
-
-
 @njit(inline="always")
 def _up(theta, v, a, E, chunks):
     """a[i] = a_i for every layer, from a_0 = v."""
     rows, blocks = a.shape[0], a.shape[1] // E.shape[2]
-    _enter(v, a[0])
+    pad(v, a[0])
     for i in range(theta.shape[0]):
         source, target = a[i % rows], a[(i + 1) % rows]
         for j in prange(chunks.size - 1):
@@ -112,7 +100,7 @@ def _up_and_down(theta, v, a, c, E, chunks, out):
     """out = G v, with a as in `_up` and c[i] = c_i; both may be one array."""
     N, rows, blocks = theta.shape[0], c.shape[0], c.shape[1] // E.shape[2]
     _up(theta, v, a, E, chunks)
-    c[N % rows] = a[N % a.shape[0]]
+    copy(a[N % a.shape[0]], c[N % rows])
     for i in range(N - 1, -1, -1):
         source, target = c[(i + 1) % rows], c[i % rows]
         for j in prange(chunks.size - 1):
@@ -120,7 +108,7 @@ def _up_and_down(theta, v, a, c, E, chunks, out):
                 _deinterleave(source, blocks, t, E[j, 0])
                 times_transposed(theta[i, t], E[j, 0], E[j, 1])
                 _write_runs(E[j, 1], blocks, t, target)
-    _leave(c[0], out)
+    copy(c[0], out)
 
 
 @njit(inline="always")
@@ -135,9 +123,9 @@ def _learn(theta, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M,
     N, rows, blocks = theta.shape[0], c.shape[0], c.shape[1] // E.shape[2]
     if not kept:
         _up(theta, u, a, E, chunks)
-        c[N % rows] = a[N]
+        copy(a[N], c[N % rows])
     _up(theta, g, b, E, chunks)
-    d[N % 2] = b[N]
+    copy(b[N], d[N % 2])
     for i in range(N - 1, -1, -1):
         d_i, d_target = d[(i + 1) % 2], d[i % 2]
         c_i, c_target = c[(i + 1) % rows], c[i % rows]
@@ -195,11 +183,9 @@ def advance(
             watched,
         )  # fmt: skip
         if gated:
-            _leave(d[0], out)  # G g, for a moment
+            copy(d[0], out)  # G g, for a moment
             gate = learn_gate(gate, scale, out, m, last)
     feed(u, m, g, last, beta, gated, gate)
-    if kept:
-        _up_and_down(theta, u, a, c, E, chunks, out)
-    else:
-        _up_and_down(theta, u, c, d, E, chunks, out)
+    way_up, way_down = (a, c) if kept else (c, d)
+    _up_and_down(theta, u, way_up, way_down, E, chunks, out)
     return gate, abs(scale) * np.sqrt(squares)

@@ -20,6 +20,24 @@ from lodo.meta import ADAM, SCHEDULE_FREE
 TILE: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}}
 
 
+# Vectors are copied in loops: for `out[:] = x`, Numba compiles the text of an error about shapes, which takes seconds,
+# and in a kernel for many threads it takes the assignment for dead code if `out` comes out of a tuple.
+
+
+@njit(**TILE)
+def copy(x, out):
+    for j in range(out.size):
+        out[j] = x[j]
+
+
+@njit(**TILE)
+def pad(v, out):  # out = v and then zeros
+    for j in range(v.size):
+        out[j] = v[j]
+    for j in range(v.size, out.size):
+        out[j] = 0
+
+
 @njit(**TILE)
 def times(B, x, out):  # out = B x
     k, _, L = B.shape
