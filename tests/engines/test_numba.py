@@ -128,6 +128,7 @@ def test_the_number_of_threads_changes_nothing_in_double_precision():
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("settings", [{}, {"preconditioner": "mixing(mixing='shuffle')", **BFLOAT16}])
+@pytest.mark.slow
 def test_what_is_fed_is_rounded_as_written(settings, number):
     """Without fused multiply-adds, whichever function was compiled first."""
     with threads(number):

@@ -167,6 +167,7 @@ def test_errors_say_what_is_wrong(task, optimizers, options, said):
     assert (tasks, known) == (TASKS, OPTIMIZERS)
 
 
+@pytest.mark.slow
 def test_the_laboratorys_tasks_keep_their_runs(tmp_path):
     compare("rosenbrock", "adam", out=tmp_path, task_options={"jitter": 0.1})
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}

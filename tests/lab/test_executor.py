@@ -133,6 +133,7 @@ def test_interrupting_leaves_a_resumable_state_and_says_so(undisturbed, tmp_path
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_terminating_leaves_no_process_and_no_temporary_file(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()

@@ -406,6 +406,7 @@ def test_the_whole_experiment_at_a_toy_size(folder, tmp_path, monkeypatch):
         assert (tmp_path / "mlp" / file).stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_workers_find_the_data(folder, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(folder.parent)

@@ -203,6 +203,7 @@ def test_compare_from_python(module):
     assert list(found.curves) == [f"{module}:Signs (lr=0.1)"]
 
 
+@pytest.mark.slow
 def test_local_workers(module, tmp_path):
     args = ("--optimizers", f"{module}:Signs", "--steps", 20, "--seeds", 2, "--workers", 2)
     invoke("compare", f"{module}:Valley", *args)

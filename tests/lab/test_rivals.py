@@ -185,6 +185,7 @@ def test_schedule_free_trains_where_its_loss_is_taken():
         x = (1 - 1 / t) * x + z / t
 
 
+@pytest.mark.slow
 def test_heavyball_leaves_torch_alone_and_is_not_imported_unasked():
     code = """
         import random, sys, warnings

@@ -354,6 +354,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tmp_path):
     """Files may not grow beyond 9 kB: checkpoints fail, the run goes on, and says what it could not write."""
     program = f"""
