@@ -258,12 +258,14 @@ def _remember(reading: Reading, outcome: Outcome, accepted: Flag) -> None:
         return
     guards = zip(outcome.guard, state["guard"], strict=True)
     state["guard"] = Guard(*(where(accepted, new, old) for new, old in guards))
-    forgotten = where(reading.overshot, 0.0, state["last_lr"])  # see `forget`
+    decay = where(reading.overshot & (state["last_lr"] == 0), beta, 1.0)  # as in `forget`
+    state["momentum"].mul_(decay)
+    forgotten = where(reading.overshot, 0.0, state["last_lr"])
     state["last_lr"] = where(accepted, outcome.lr, forgotten)
     if reading.moving != state["moved"]:
         moved = (_flags(x, accepted.device) for x in (reading.moving, state["moved"]))
         state["moved"] = torch.where(accepted, *moved)
-    state["momentum_bound"] = where(accepted, bound, state["momentum_bound"])
+    state["momentum_bound"] = where(accepted, bound, state["momentum_bound"] * decay)
     state["fed_bound"] = where(accepted, fed_bound, state["fed_bound"])
     state["meta_step"] = outcome.t
     state["step"] = state["step"] + accepted
@@ -272,13 +274,19 @@ def _remember(reading: Reading, outcome: Outcome, accepted: Flag) -> None:
 
 
 def forget(reading: Reading) -> None:
-    """Do not learn from the last step, after a step was refused because of it.
+    """Make room for later steps, after one was refused although its gradient is finite.
 
-    Its length times the gradient there overflows, and would do so again with the next gradient: without this, every
-    later step would be refused too. With ``nonfinite="raise"`` on the CPU the caller decides what to do instead.
+    First, do not learn from the last step: its length times the gradient there overflows, and would do so again with
+    the next gradient. If that was not the reason, the momentum is too long for G, and decays as if there were no
+    gradient. Without this, every later step would be refused too. With ``nonfinite="raise"`` on the CPU the caller
+    decides what to do instead.
     """
     if reading.overshot is True:
-        reading.state["last_lr"] = 0.0
+        state, beta = reading.state, reading.options["beta"]
+        if state["last_lr"] == 0:
+            state["momentum"].mul_(beta)
+            state["momentum_bound"] *= beta
+        state["last_lr"] = 0.0
 
 
 def _flags(moved: list[bool] | Tensor, device: torch.device) -> Tensor:

@@ -150,6 +150,28 @@ def test_skipping_recovers_by_itself(backend):
     assert opt._state(0)["meta_step"] == updates + 1
 
 
+def test_a_momentum_that_is_too_long_decays(backend):
+    """A parameter in float16 has little room: G may send even an old momentum beyond it."""
+    x = parameter(20, dtype=torch.float16)
+    opt = LODO([x], lr=1.0, nonfinite="skip", backend=backend, preconditioner=Mixing(depth=3), beta=0.9)
+    x.grad = torch.full_like(x, 1e-3)
+    opt.step()
+    state = opt._state(0)
+    state["momentum"].fill_(500.0)
+    state["momentum_bound"] = 500.0 * 20**0.5
+    state["theta"].mul_(3.0)  # stretches by 3^6
+    network(opt).log_s = 12 * math.log(3.0)
+    before = x.detach().clone()
+    for _ in range(200):
+        x.grad = torch.full_like(x, 1e-3)
+        opt.step()
+        assert all_finite(opt, x)
+        if not torch.equal(x, before):
+            break
+    assert 2 < opt.skipped_steps < 150
+    assert not torch.equal(x, before)
+
+
 def test_many_skipped_steps_say_so():
     x = parameter(5)
     opt = LODO([x], nonfinite="skip", preconditioner="diagonal")
