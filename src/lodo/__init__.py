@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lodo.families import Preconditioner as Preconditioner
     from lodo.families import Residual as Residual
     from lodo.families import Scalar as Scalar
+    from lodo.kron import KronLODO as KronLODO
     from lodo.optimizer import LODO as LODO
 
     __version__: str
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # Where each public name is. They are imported when they are asked for, so that `lodo --help` need not import torch.
 _HOMES = {
     "LODO": "lodo.optimizer",
+    "KronLODO": "lodo.kron",
     "Dense": "lodo.families",
     "Diagonal": "lodo.families",
     "MemoryEstimate": "lodo.estimate",
@@ -35,6 +37,7 @@ __all__ = [
     "LODO",
     "Dense",
     "Diagonal",
+    "KronLODO",
     "MemoryEstimate",
     "Mixing",
     "Preconditioner",

@@ -286,6 +286,9 @@ class ScheduleFree(MetaOptimizer):
 META_OPTIMIZERS: dict[str, type[MetaOptimizer]] = {"adam": Adam, "sgd": SGD, "schedule-free": ScheduleFree}
 
 
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-7  # of every single number
+
+
 class Learned(NamedTuple):
     """A single number that Adam learns: its value, Adam's two moments, and the number of updates so far.
 
@@ -298,22 +301,19 @@ class Learned(NamedTuple):
     exp_avg_sq: Scalar = 0.0
     t: Scalar = 0
 
-    def updated(self, slope: Scalar, rate: float, learning: Flag = True) -> Learned:
-        """One step of Adam down the slope, if ``learning`` holds."""
-        new = Learned(*adam_step(self, slope, rate))
+    def updated(self, slope: Scalar, rate: float, learning: Flag = True, beta2: float = BETA2) -> Learned:
+        """One step of Adam down the slope, if ``learning`` holds. Works on vectors of numbers as well."""
+        new = Learned(*adam_step(self, slope, rate, beta2))
         if learning is True:
             return new
         return Learned(*(where(learning, after, before) for after, before in zip(new, self, strict=True)))
 
 
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-7  # of every single number
-
-
-def adam_step(number: Any, slope: Any, rate: float) -> Any:
+def adam_step(number: Any, slope: Any, rate: float, beta2: float = BETA2) -> Any:
     """As `Learned.updated`, on a tuple of plain numbers; kernels compile it."""
     value, m, v, t = number
     m = BETA1 * m + (1 - BETA1) * slope
-    v = BETA2 * v + (1 - BETA2) * slope * slope
+    v = beta2 * v + (1 - beta2) * slope * slope
     t = t + 1
-    root = (v / (1 - BETA2**t)) ** 0.5
+    root = (v / (1 - beta2**t)) ** 0.5
     return value - rate * m / (1 - BETA1**t) / (root + EPS), m, v, t

@@ -17,7 +17,7 @@ from lodo.scalars import Flag, plain
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_WORTH_A_WARNING = (20, 200, 2000)  # steps that were skipped in a row
+WORTH_A_WARNING = (20, 200, 2000)  # steps that were skipped in a row
 SKIP = "Pass nonfinite='skip' to skip such steps instead"
 
 
@@ -58,7 +58,7 @@ def refuse(nonfinite: str, readings: Sequence[Reading], rank: int, in_a_row: int
     """
     refused = [reading for reading in readings if reading.usable is False]
     if nonfinite == "skip":
-        if in_a_row in _WORTH_A_WARNING:
+        if in_a_row in WORTH_A_WARNING:
             why = _problem(refused[0]) if refused else f"a gradient on rank {rank} is not finite or too large"
             warnings.warn(
                 f"LODO has skipped {in_a_row} steps in a row, the last one because {why}. Look at the loss; a smaller "
@@ -105,6 +105,6 @@ def check_dense(options: Options, index: int) -> None:
     for j, p in enumerate(options["params"]):
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise RuntimeError(
-                f"LODO does not support sparse gradients, but {name_of(options, index, j)} has one "
+                f"sparse gradients are not supported, but {name_of(options, index, j)} has one "
                 f"(layout {p.grad.layout}); use a dense gradient, such as sparse=False in nn.Embedding"
             )

@@ -1,0 +1,119 @@
+"""What does a step of KronLODO cost? Ratios measured side by side in one run, on one thread.
+
+    python benchmarks/kron.py                  about three minutes
+    python benchmarks/kron.py --quick          fewer repeats, no block of GPT-2
+
+Every optimizer steps in turn, on the same gradients, in rounds of ten steps: KronLODO and SOAP refresh their bases
+once in each. Targets are in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from operator import truediv
+from pathlib import Path
+from statistics import median
+
+import torch
+from pytorch_optimizer import SOAP
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from lodo import KronLODO
+from lodo.kron import state_bytes
+from measuring import seconds_per_call, with_target, write
+
+Shapes = list[tuple[int, ...]]
+TARGETS = {
+    "small/own_soap": 1.2,
+    "small/soap": 0.5,
+    "small/adam_fused": 15.0,
+    "gpt2_block/soap": 0.7,
+    "bytes_a_weight": 12.0,
+}
+LABELS = {
+    "small/own_soap": "116k weights in 25 tensors: a step over the same without gains and gate (own SOAP)",
+    "small/soap": "... over pytorch_optimizer's SOAP",
+    "small/adam_fused": "... over torch.optim.Adam(fused=True)",
+    "gpt2_block/own_soap": "a block of GPT-2 small, 7.1 million weights: a step over own SOAP",
+    "gpt2_block/soap": "... over pytorch_optimizer's SOAP",
+    "gpt2_block/adam_fused": "... over torch.optim.Adam(fused=True)",
+    "bytes_a_weight": "GPT-2 small: bytes of state a weight",
+}
+
+
+def block(d: int) -> Shapes:
+    """A transformer's block of width d: norms, attention, and two layers of 4 d, with biases."""
+    layers = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)]
+    return [(d,)] * 4 + [shape for out, inputs in layers for shape in ((out, inputs), (out,))]
+
+
+SMALL: Shapes = [(256, 64), *block(64), *block(64)]
+GPT2: Shapes = [(50257, 768), (1024, 768), *block(768) * 12, (768,), (768,)]
+RIVALS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "kron": KronLODO,
+    "own_soap": lambda params: KronLODO(params, gains=False, gate=False),
+    "soap": lambda params: SOAP(params, lr=3e-3, precondition_frequency=10, max_precondition_dim=1024),
+    "adam_fused": lambda params: Adam(params, fused=True),
+    "adamw": AdamW,
+}
+
+
+def ratios(shapes: Shapes, rounds: int) -> dict[str, float]:
+    """The time of ten steps of KronLODO over that of each rival."""
+    rng = torch.Generator().manual_seed(0)
+    opts = {}
+    for name, make in RIVALS.items():
+        params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        opts[name] = (params, make(params))
+    gradients = [[torch.randn(shape, generator=rng) for shape in shapes] for _ in range(2)]
+
+    def ten_steps(name: str) -> None:
+        params, opt = opts[name]
+        for step in range(10):
+            for p, g in zip(params, gradients[step % 2], strict=True):
+                p.grad = g
+            opt.step()
+
+    seconds: dict[str, list[float]] = {name: [] for name in opts}
+    for number in range(rounds + 1):
+        for name in opts:
+            spent = seconds_per_call(lambda name=name: ten_steps(name))  # type: ignore[misc]
+            if number:  # the first round warms up
+                seconds[name].append(spent)
+    return {name: median(map(truediv, seconds["kron"], values)) for name, values in seconds.items() if name != "kron"}
+
+
+def bytes_a_weight(shapes: Shapes) -> float:
+    options = KronLODO([nn.Parameter(torch.zeros(1))]).param_groups[0]
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    return sum(state_bytes(x, options) for x in tensors) / sum(x.numel() for x in tensors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, no block of GPT-2")
+    parser.add_argument("--repeats", type=int, default=None, help="rounds of ten steps each")
+    parser.add_argument("--out", type=Path, default=Path("results/kron.json"), help="where the JSON goes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {f"small/{k}": v for k, v in ratios(SMALL, args.repeats or (5 if args.quick else 30)).items()}
+    if not args.quick:
+        found |= {f"gpt2_block/{k}": v for k, v in ratios(block(768), args.repeats or 3).items()}
+    found["bytes_a_weight"] = bytes_a_weight(GPT2)
+    table = Table(title="A step of KronLODO, ratios with targets in brackets")
+    table.add_column("figure")
+    table.add_column("ratio", justify="right")
+    for name, label in LABELS.items():
+        if name in found:
+            value = found[name]
+            table.add_row(label, with_target(f"{value:.2f}", value, TARGETS.get(name), at_least=False))
+    Console().print(table)
+    write(args.out, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,713 @@
+r"""KronLODO: LODO for networks. It learns one gain and one gate a tensor, in the bases of the gradients' covariances.
+
+Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q orthogonal, ^ bias-corrected::
+
+    X  = P' G Q
+    c += meta_lr Adam[ <X, S> / (|X| |S|) ]         S the last direction: W moved by -lr e^c S, dl/dc = -lr e^c <X, S>
+    w += gate_lr Adam[ <X, D> / (|X| |S|) ]         D = dS/dw of the last step; w within [0, 1], starts at 1
+    c  = max(c, its highest so far - log(1 + t / t0) / 2)
+    A, B = averages of G G', G' G
+    P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps
+    M, V = averages of X, X^2
+    R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
+    S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
+    W -= lr e^c P S Q'
+
+A dimension of 1, or above ``max_dim``, has the identity for its basis.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+
+from lodo._checks import check_bool, check_choice, check_int, check_real
+from lodo.distributed import shard_of
+from lodo.estimate import readable
+from lodo.group import Options, name_of
+from lodo.meta import BETA1, BETA2, Learned
+from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
+from lodo.scalars import Flag, largest, logarithm
+from lodo.stacks import Bundle, Stack, State, bundled, matrix_shape, state_dtype
+
+BASES = ("kronecker", "orthogonal", "none")
+NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
+GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
+WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
+
+# ---------------------------------------------------------------- the equations, on stacks of matrices
+
+
+def turned(G: Tensor, P: Tensor | None, Q: Tensor | None) -> Tensor:
+    """``P' G Q``, where None is the identity.
+
+    >>> turned(torch.tensor([[1.0, 2.0]]), None, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    tensor([[2., 1.]])
+    """
+    X = G if P is None else P.mT @ G
+    return X if Q is None else X @ Q
+
+
+def turned_back(S: Tensor, P: Tensor | None, Q: Tensor | None) -> Tensor:
+    """``P S Q'``, where None is the identity.
+
+    >>> turned_back(torch.tensor([[1.0, 2.0]]), None, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    tensor([[2., 1.]])
+    """
+    S = S if P is None else P @ S
+    return S if Q is None else S @ Q.mT
+
+
+def refreshed(A: Tensor, P: Tensor) -> Tensor:
+    """``qr(A P)``: an orthogonal iteration towards the eigenvectors of A.
+
+    A is scaled to a mean eigenvalue of 1, so it may be of any size, and has `NOISE` added to its eigenvalues: where
+    gradients have never been, P stays.
+
+    >>> refreshed(torch.tensor([[0.0, 1e-30], [1e-30, 1e-30]]), torch.eye(2)).abs()
+    tensor([[5.0068e-06, 1.0000e+00],
+            [1.0000e+00, 5.0068e-06]])
+    """
+    size = A.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    Z: Tensor = torch.linalg.qr((A / torch.where(size > 0, size, 1)) @ P + NOISE * P)[0]
+    return Z
+
+
+def correction(beta: float, t: Tensor) -> Tensor:
+    """``1 / (1 - beta^t)`` for a stack of matrices, which makes up for an average's start from zero.
+
+    >>> correction(0.5, torch.tensor([1.0, 2.0])).flatten()
+    tensor([2.0000, 1.3333])
+    """
+    return (1 / (1 - beta ** t.clamp(min=1))).reshape(-1, 1, 1)
+
+
+def inner(X: Tensor, Y: Tensor) -> Tensor:
+    """``<X, Y>`` of each pair of matrices in two stacks.
+
+    >>> inner(torch.ones(2, 1, 3), torch.ones(2, 1, 3))
+    tensor([3., 3.])
+    """
+    return (X.flatten(1)[:, None] @ Y.flatten(1)[:, :, None]).flatten()
+
+
+def orthogonal(M: Tensor, steps: int = 5) -> Tensor:
+    """About the nearest matrix with orthonormal rows or columns, by Newton-Schulz iterations, as Muon has it.
+
+    The singular values end between about 0.7 and 1.2.
+
+    >>> torch.linalg.svdvals(orthogonal(torch.diag(torch.tensor([5.0, 1.0]))[None])).round(decimals=1)
+    tensor([[0.8000, 0.7000]])
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = M.shape[-2] > M.shape[-1]
+    X: Tensor = M.mT if tall else M
+    X = X / torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        XX = X @ X.mT
+        X = a * X + (b * XX + c * XX @ XX) @ X
+    found: Tensor = X.mT if tall else X
+    return found
+
+
+# ---------------------------------------------------------------- what a parameter keeps
+
+
+def fresh_state(p: Tensor, options: Options) -> State:
+    """The state of a parameter before its first step."""
+    dtype, shape = state_dtype(p), matrix_shape(p)
+    orthogonal_ = options["basis"] == "orthogonal" and shape[0] > 1  # a vector takes Adam's direction
+    numbers = ["step", "skipped"]
+    matrices = ["exp_avg"] if orthogonal_ else ["exp_avg", "exp_avg_sq"]
+    if options["gains"]:
+        numbers += ["gain", "gain_exp_avg", "gain_exp_avg_sq", "gain_highest", "length"]
+    if _gated(options):
+        numbers += ["gate", "gate_exp_avg", "gate_exp_avg_sq"] + ([] if options["gains"] else ["length"])
+        matrices += ["scaled_grad"]
+    if options["gains"] and orthogonal_:
+        matrices += ["direction"]
+    state = {name: torch.zeros((), dtype=dtype, device=p.device) for name in numbers}
+    state |= {name: torch.zeros(shape, dtype=dtype, device=p.device) for name in matrices}
+    if "gate" in state:
+        state["gate"].fill_(1)
+    if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
+        state["norm_sq"] = torch.zeros((), dtype=dtype, device=p.device)
+        for side, d in zip(("left", "right"), shape, strict=True):
+            if 1 < d <= options["max_dim"] and p.dim() > 1:
+                state[f"{side}_covariance"] = torch.zeros(d, d, dtype=dtype, device=p.device)
+                state[f"{side}_basis"] = torch.eye(d, dtype=dtype, device=p.device)
+    return state
+
+
+def _gated(options: Options) -> bool:
+    """Whether a gate is learned; an orthogonal direction is no simple function of it."""
+    return bool(options["gate"]) and options["basis"] != "orthogonal"
+
+
+# ---------------------------------------------------------------- a step of a bundle of parameters
+
+
+def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
+    """What replaces the old value: the new one, unless the step is refused."""
+    return torch.where(ok, new, old) if isinstance(ok, Tensor) else new
+
+
+def advance(options: Options, bundle: Bundle, gradients: Sequence[Tensor], norms: Tensor, ok: Flag) -> None:
+    """Learn from the last step, then take the next one.
+
+    Args:
+        options: of the parameter group.
+        bundle: its parameters and their states.
+        gradients: G of every stack.
+        norms: |G| of every parameter.
+        ok: whether the gradients can be used. If a device finds that they cannot, nothing changes.
+    """
+    numbers, stacks = bundle.numbers, bundle.stacks
+    if isinstance(ok, Tensor):
+        gradients = [torch.where(ok, G, 0) for G in gradients]
+    Xs = [turned(G, stack.P, stack.Q) for stack, G in zip(stacks, gradients, strict=True)]
+    if "length" in numbers:
+        slopes = [last_slopes(options, stack, X, numbers) for stack, X in zip(stacks, Xs, strict=True)]
+        XS, XD = (torch.cat(parts) for parts in zip(*slopes, strict=True))
+        scale = norms * numbers["length"]  # |X| = |G|
+        scale = torch.where(scale > 0, 1 / scale, 0)
+        learn(options, numbers, XS * scale, XD * scale, ok)
+    numbers["step"].add_(ok)
+    if "norm_sq" in numbers:
+        numbers["norm_sq"].lerp_(norms.square(), (1 - options["betas"][1]) * ok)
+    lr = options["lr"] * ok if isinstance(ok, Tensor) else options["lr"]
+    rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(norms))
+    refresh = options["steps"] % options["refresh_every"] == 0
+    for stack, G, X in zip(stacks, gradients, Xs, strict=True):
+        X = follow_covariances(options, stack, G, X, refresh, ok)
+        S = direction(options, stack, X, numbers, ok)
+        if "length" in numbers:
+            length = numbers["length"][stack.rows]
+            length.copy_(kept(ok, torch.linalg.vector_norm(S, dim=(1, 2)), length))
+        step = turned_back(S.mul_(rates[stack.rows].reshape(-1, 1, 1)), stack.P, stack.Q)
+        stack.move(step, 1 - lr * options["weight_decay"])
+
+
+def last_slopes(options: Options, stack: Stack, X: Tensor, numbers: State) -> tuple[Tensor, Tensor]:
+    """``<X, S>`` and ``<X, D>`` with the last step's S and D."""
+    if "direction" in stack.tensors:
+        XS = inner(X, stack.tensors["direction"])
+        return XS, torch.zeros_like(XS)
+    XN = inner(X, scaled_average(options, stack, numbers)[0])
+    if "scaled_grad" not in stack.tensors:
+        return XN, torch.zeros_like(XN)
+    XU = inner(X, stack.tensors["scaled_grad"])
+    return torch.lerp(XU, XN, numbers["gate"][stack.rows]), XN - XU
+
+
+def scaled_average(options: Options, stack: Stack, numbers: State) -> tuple[Tensor, Tensor]:
+    """``M^ / R`` and ``R``."""
+    b1, b2 = options["betas"]
+    t = numbers["step"][stack.rows]
+    root = correction(b2, t).sqrt()
+    least = options["eps"]
+    if options["basis"] == "kronecker":
+        mean = numbers["norm_sq"][stack.rows].reshape(-1, 1, 1) / math.prod(stack.shape)
+        least = least + NOISE * root * mean.sqrt()
+    R = stack.tensors["exp_avg_sq"].sqrt().mul_(root).add_(least)
+    return stack.tensors["exp_avg"].mul(correction(b1, t)).div_(R), R
+
+
+def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tensor, ok: Flag) -> None:
+    """Update c and w, where there was a last step."""
+    t = numbers["step"]
+    learning = (t > 0) & ok
+    if "gain" in numbers:
+        c = _learned(numbers, "gain", t, -alignment, options["meta_lr"], learning, GAIN_BETA2)
+        highest = torch.maximum(numbers["gain_highest"], c)
+        floor = highest - allowed_fall(options, t)
+        numbers["gain_highest"].copy_(highest)
+        numbers["gain"].copy_(torch.maximum(c, floor).clamp(-WIDEST, WIDEST))
+    if "gate" in numbers:
+        w = _learned(numbers, "gate", t, -gate_slope, options["gate_lr"], learning)
+        numbers["gate"].copy_(w.clamp(0, 1))
+
+
+def _learned(
+    numbers: State, name: str, t: Tensor, slope: Tensor, rate: float, learning: Tensor, beta2: float = BETA2
+) -> Tensor:
+    """The new value of a learned number; Adam's moments of it are updated."""
+    before = Learned(numbers[name], numbers[f"{name}_exp_avg"], numbers[f"{name}_exp_avg_sq"], t - 1)
+    value, first, second, _ = before.updated(slope, rate, learning, beta2)
+    assert isinstance(value, Tensor)
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    numbers[f"{name}_exp_avg"].copy_(first)
+    numbers[f"{name}_exp_avg_sq"].copy_(second)
+    return value
+
+
+def allowed_fall(options: Options, t: Tensor) -> Tensor:
+    """How far c may be below its highest, so that lr e^c falls no faster than 1 / sqrt(1 + t / anneal).
+
+    If a schedule takes lr down, c need not fall as well.
+    """
+    if options["anneal"] == 0:
+        return torch.full_like(t, math.inf)
+    lr = options["lr"]
+    options["peak_lr"] = peak = largest(options["peak_lr"], lr)
+    scheduled = logarithm(peak / lr) if isinstance(lr, Tensor) or lr > 0 else math.inf
+    return (0.5 * torch.log1p(t / options["anneal"]) - scheduled).clamp(min=0)
+
+
+def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> Tensor:
+    """Average the covariances; if it is time, refresh the bases and turn M along. Returns X in the bases of now."""
+    share = (1 - options["betas"][1]) * ok
+    A, B, P, Q = stack.A, stack.B, stack.P, stack.Q
+    if A is not None:
+        A.lerp_(G @ G.mT, share)
+    if B is not None:
+        B.lerp_(G.mT @ G, share)
+    if not refresh or (P is None and Q is None):
+        return X
+    M = stack.tensors["exp_avg"]
+    mean = turned_back(M, P, Q)
+    if A is not None and P is not None:
+        P.copy_(kept(ok, refreshed(A, P), P))
+    if B is not None and Q is not None:
+        Q.copy_(kept(ok, refreshed(B, Q), Q))
+    M.copy_(kept(ok, turned(mean, P, Q), M))
+    return turned(G, P, Q)
+
+
+def direction(options: Options, stack: Stack, X: Tensor, numbers: State, ok: Flag) -> Tensor:
+    """S, after X has entered the averages M and V."""
+    b1, b2 = options["betas"]
+    M = stack.tensors["exp_avg"].lerp_(X, (1 - b1) * ok)
+    if "exp_avg_sq" not in stack.tensors:
+        m, n = stack.shape
+        S = orthogonal(torch.lerp(X, M, b1)) * (0.2 * math.sqrt(max(m, n)))  # as large as Adam's steps usually are
+        if "direction" in stack.tensors:
+            stack.tensors["direction"].copy_(kept(ok, S, stack.tensors["direction"]))
+        return S
+    stack.tensors["exp_avg_sq"].lerp_(X.square(), (1 - b2) * ok)
+    N, R = scaled_average(options, stack, numbers)
+    if "scaled_grad" not in stack.tensors:
+        return N
+    U = X.div(R)
+    stack.tensors["scaled_grad"].copy_(kept(ok, U, stack.tensors["scaled_grad"]))
+    return torch.lerp(U, N, numbers["gate"][stack.rows].reshape(-1, 1, 1))
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+class KronLODO(Optimizer):
+    r"""LODO for networks: gains and gates learned by hypergradients, in the bases of the gradients' covariances.
+
+    For a weight matrix :math:`W` with gradient :math:`G`, the steps are SOAP's,
+
+    .. math::
+        W \leftarrow W - \alpha e^c P S Q^\top, \qquad
+        S = \frac{(1 - w) X + w \hat M}{\sqrt{\hat V} + \epsilon}, \qquad X = P^\top G Q,
+
+    and every tensor learns its own log-gain :math:`c` and gate :math:`w` while it is optimized. There is nothing to
+    tune, and no schedule is needed. If you know the length of the run, a cosine on ``lr`` helps.
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: where the gains start; any scheduler may change it.
+        meta_lr: the rate at which the log-gains are learned.
+        betas: the decays of the averages M and V; the second is that of the covariances too.
+        weight_decay: decoupled, as in AdamW: ``W`` shrinks by ``lr * weight_decay``.
+        eps: added to the root of V.
+        maximize: maximize the objective instead.
+        basis: ``"kronecker"`` (the eigenvectors of the gradients' covariances), ``"orthogonal"`` (Muon's direction; no
+            gate is learned), or ``"none"`` (Adam's direction, for embeddings and heads).
+        gains: learn a gain a tensor.
+        gate: learn how much of the average M and how much of the gradient itself makes the direction.
+        gate_lr: the rate at which the gate is learned.
+        anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
+            for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
+            runs.
+        max_dim: larger dimensions have no basis.
+        refresh_every: the bases follow the covariances every so many steps.
+        nonfinite: what a gradient does that is NaN, infinite, or so large that its square would be: ``"raise"`` an
+            error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other
+            than the CPU, the error comes with the next step, so that no step waits for the device.
+
+    All but ``nonfinite`` may differ between groups.
+
+    Example:
+        >>> import torch
+        >>> from lodo import KronLODO
+        >>> model = torch.nn.Linear(4, 1)
+        >>> opt = KronLODO(model.parameters())
+        >>> x, y = torch.randn(8, 4), torch.randn(8, 1)
+        >>> for _ in range(3):
+        ...     loss = (model(x) - y).square().mean()
+        ...     loss.backward()
+        ...     opt.step()
+        ...     opt.zero_grad()
+    """
+
+    _active: list[list[int]]  # of each group, the parameters that had a gradient in the last step
+    _stacked: list[list[Bundle]]  # and their stacks
+    _refused: Tensor | None  # whether a device refused the last step; not read back yet
+    _refused_in_a_row: int
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 3e-3,
+        meta_lr: float = 1e-2,
+        betas: tuple[float, float] = (0.95, 0.95),
+        *,
+        weight_decay: float = 0.0,
+        eps: float = 1e-8,
+        maximize: bool = False,
+        basis: str = "kronecker",
+        gains: bool = True,
+        gate: bool = True,
+        gate_lr: float = 1e-3,
+        anneal: float = 300.0,
+        max_dim: int = 1024,
+        refresh_every: int = 10,
+        nonfinite: str = "raise",
+    ) -> None:
+        check_choice("nonfinite", nonfinite, ("raise", "skip"))
+        self.nonfinite = nonfinite
+        self._forget_stacks()
+        defaults = {
+            "lr": lr,
+            "meta_lr": meta_lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "maximize": maximize,
+            "basis": basis,
+            "gains": gains,
+            "gate": gate,
+            "gate_lr": gate_lr,
+            "anneal": anneal,
+            "max_dim": max_dim,
+            "refresh_every": refresh_every,
+            "steps": 0,
+            "peak_lr": 0.0,
+        }
+        check_options(defaults)
+        super().__init__(params, defaults)
+
+    # ------------------------------------------------------------ the step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Learn from the last step, then take the next one.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once if given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            look_back(refused, self.nonfinite)
+        readings = []
+        for index, options in enumerate(self.param_groups):
+            readings += [(options, bundle, *read(options, bundle)) for bundle in self._bundles(index, options)]
+        ok = usable([norms for *_, norms in readings])
+        if ok is False:
+            self._refuse()
+            return loss
+        self._refused_in_a_row = 0
+        for options, bundle, gradients, norms in readings:
+            advance(options, bundle, gradients, norms, ok)
+        for options, bundles in zip(self.param_groups, self._stacked, strict=True):
+            options["steps"] += bool(bundles)
+        if isinstance(ok, Tensor):
+            self._refused = torch.logical_not(ok)
+        return loss
+
+    def _bundles(self, index: int, options: Options) -> list[Bundle]:
+        """The parameters of a group that have a gradient, in stacks; those of the last step if nothing has changed."""
+        _check_rate(options, index)
+        active = [p for p in options["params"] if p.grad is not None and p.numel()]
+        ids = list(map(id, active))
+        bundles = self._stacked[index]
+        if ids == self._active[index] and all(bundle.holds() for bundle in bundles):
+            return bundles
+        check_dense(options, index)
+        for p in active:
+            if not self.state[p]:
+                self.state[p] = fresh_state(p, options)
+        self._active[index] = ids
+        self._stacked[index] = bundled(active, [self.state[p] for p in active])
+        return self._stacked[index]
+
+    def _refuse(self) -> None:
+        """Raise, or count the step as skipped."""
+        problem = self._problem()
+        if self.nonfinite == "raise":
+            raise FloatingPointError(f"{problem}; nothing was changed. {SKIP}")
+        self._refused_in_a_row += 1
+        if self._refused_in_a_row in WORTH_A_WARNING:
+            warnings.warn(
+                f"KronLODO has skipped {self._refused_in_a_row} steps in a row, the last one because {problem}. Look "
+                "at the loss; a smaller lr or clipped gradients may help, or go back to a checkpoint",
+                stacklevel=5,
+            )
+        for bundles in self._stacked:
+            for bundle in bundles:
+                bundle.numbers["skipped"] += 1
+
+    def _problem(self) -> str:
+        for index, options in enumerate(self.param_groups):
+            for j, p in enumerate(options["params"]):
+                if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
+                    return f"the gradient of {name_of(options, index, j)} is not finite"
+        return "a gradient is too large: its square is not finite"
+
+    # ------------------------------------------------------------ groups and states
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; allowed at any time."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        if "nonfinite" in param_group:
+            raise ValueError(
+                f"nonfinite is not an option of a group (got {param_group['nonfinite']!r}); pass it to KronLODO"
+            )
+        check_options({**self.defaults, **param_group})
+        index = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            check_params(self.param_groups[index], index)
+        except Exception:
+            del self.param_groups[index]
+            raise
+        self._active.append([])
+        self._stacked.append([])
+
+    def _forget_stacks(self) -> None:
+        """Before the first step, and after states have been replaced."""
+        groups = getattr(self, "param_groups", [])
+        self._active, self._stacked = [[] for _ in groups], [[] for _ in groups]
+        self._refused, self._refused_in_a_row = None, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "nonfinite": self.nonfinite}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_stacks()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state that `state_dict` has returned; it is checked before anything changes."""
+        given: list[StateDict] = []
+
+        def check(_: Optimizer, loaded: StateDict) -> None:
+            check_state(self.param_groups, loaded)
+            given.append(loaded)
+
+        def restore(_: Optimizer) -> None:
+            """Replace what torch has cast to the parameters' dtypes."""
+            for options, theirs in zip(self.param_groups, given[0]["param_groups"], strict=True):
+                for p, key in zip(options["params"], theirs["params"], strict=True):
+                    if key in given[0]["state"]:
+                        self.state[p] = restored(p, given[0]["state"][key])
+            self._forget_stacks()
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # ------------------------------------------------------------ looking inside
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``nonfinite="skip"`` has skipped."""
+        states = [state for state in self.state.values() if isinstance(state, dict) and "skipped" in state]
+        return max((int(state["skipped"]) for state in states), default=0)
+
+    @torch.no_grad()
+    def diagnostics(self) -> dict[str, float]:
+        """Numbers to log, by name, of every parameter that has taken a step.
+
+        ======================  ========================================================================
+        ``gain``                e^c
+        ``gate``                w: 1 follows the average of the gradients, 0 the last gradient
+        ``alignment``           the recent mean of the cosine between a gradient and the step before it
+        ``step_norm``           how far the last step moved the parameter, not counting weight decay
+        ``left_condition``      of the covariance of the gradient's rows: its largest over its smallest
+        ``right_condition``     eigenvalue, estimated in its basis; the same for the columns
+        ======================  ========================================================================
+
+        Example:
+            >>> from lodo import KronLODO
+            >>> x = torch.nn.Parameter(torch.ones(2, 2))
+            >>> opt = KronLODO([x])
+            >>> x.grad = torch.ones(2, 2)
+            >>> opt.step()
+            >>> opt.diagnostics()["group0/parameter0/gain"]
+            1.0
+        """
+        numbers: dict[str, float] = {}
+        for index, options in enumerate(self.param_groups):
+            for j, p in enumerate(options["params"]):
+                name = options["param_names"][j] if "param_names" in options else f"parameter{j}"
+                measured = diagnose(options, self.state.get(p, {}))
+                numbers.update({f"group{index}/{name}/{what}": value for what, value in measured.items()})
+        return {**numbers, "skipped_steps": float(self.skipped_steps)}
+
+    def __repr__(self) -> str:
+        kept_bytes = sum(
+            state_bytes(p, options) for options in self.param_groups for p in options["params"] if p.numel()
+        )
+        weights = sum(p.numel() for options in self.param_groups for p in options["params"])
+        share = f" ({kept_bytes / weights:.1f} bytes a weight)" if weights else ""
+        memory = f"memory: {readable(kept_bytes)}{share}, nonfinite: {self.nonfinite!r}"
+        return f"{super().__repr__()[:-1].rstrip()}\n{memory}\n)"
+
+
+def read(options: Options, bundle: Bundle) -> tuple[list[Tensor], Tensor]:
+    """G of every stack, and |G| of every parameter."""
+    gradients = [stack.gradient() for stack in bundle.stacks]
+    if options["maximize"]:
+        gradients = [-G for G in gradients]
+    return gradients, torch.cat([torch.linalg.vector_norm(G, dim=(1, 2)) for G in gradients])
+
+
+def usable(norms: Sequence[Tensor]) -> Flag:
+    """Whether all gradients can be used: their squares are finite. A tensor if any of them is on a device."""
+    flags = [(x < math.sqrt(torch.finfo(x.dtype).max) / 2).all() for x in norms]
+    on_device = next((flag.device for flag in flags if flag.device.type != "cpu"), None)
+    if on_device is None:
+        return all(map(bool, flags))
+    return torch.stack([flag.to(on_device) for flag in flags]).all()
+
+
+def diagnose(options: Options, state: State) -> dict[str, float]:
+    """A parameter's numbers, as `KronLODO.diagnostics` explains them."""
+    numbers = {}
+    gain = float(state["gain"].exp()) if "gain" in state else 1.0
+    if "gain" in state:
+        t = float(state["step"]) - 1
+        numbers["gain"] = gain
+        numbers["alignment"] = -float(state["gain_exp_avg"]) / (1 - BETA1**t) if t > 0 else math.nan
+    if "gate" in state:
+        numbers["gate"] = float(state["gate"])
+    if "length" in state:
+        numbers["step_norm"] = float(options["lr"]) * gain * float(state["length"])
+    for side in ("left", "right"):
+        if f"{side}_basis" in state:
+            A, P = state[f"{side}_covariance"], state[f"{side}_basis"]
+            values = (P * (A @ P)).sum(-2).clamp(min=0)
+            numbers[f"{side}_condition"] = float(values.max() / values.min())
+    return numbers
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check_options(options: Options) -> None:
+    """Raise an error that names the option, its value and what is allowed."""
+    if not isinstance(options["lr"], Tensor):
+        check_real("lr", options["lr"], low=0.0)
+    for name in ("meta_lr", "gate_lr", "weight_decay"):
+        check_real(name, options[name], low=0.0)
+    check_real("eps", options["eps"], low=0.0, open_low=True)
+    if not isinstance(options["betas"], (tuple, list)) or len(options["betas"]) != 2:
+        raise ValueError(f"betas must be two numbers in [0.0, 1.0), got {options['betas']!r}")
+    for i, beta in enumerate(options["betas"]):
+        check_real(f"betas[{i}]", beta, low=0.0, high=1.0)
+    for name in ("maximize", "gains", "gate"):
+        check_bool(name, options[name])
+    check_choice("basis", options["basis"], BASES)
+    if options["anneal"] != math.inf:
+        check_real("anneal", options["anneal"], low=0.0)
+    check_int("max_dim", options["max_dim"], low=0)
+    check_int("refresh_every", options["refresh_every"], low=1)
+
+
+def check_params(options: Options, index: int) -> None:
+    """Raise an error that names the parameter unless all can be trained."""
+    for j, p in enumerate(options["params"]):
+        if not (p.is_floating_point() or p.is_complex()):
+            raise TypeError(
+                f"KronLODO trains floating-point and complex tensors, but {name_of(options, index, j)} is {p.dtype}"
+            )
+        if shard_of(p).parts > 1:
+            raise ValueError(
+                f"KronLODO needs whole tensors, but {name_of(options, index, j)} is sharded; use LODO or AdamW for it"
+            )
+
+
+def _check_rate(options: Options, index: int) -> None:
+    lr = options["lr"]
+    if not isinstance(lr, Tensor):
+        check_real(f"lr of group {index}", lr, low=0.0)
+
+
+def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
+    """Raise an error unless a loaded state belongs to these groups."""
+    theirs = loaded["param_groups"]
+    if len(theirs) != len(groups):
+        raise ValueError(f"the state has {len(theirs)} parameter groups, this optimizer {len(groups)}")
+    for index, (ours, other) in enumerate(zip(groups, theirs, strict=True)):
+        if len(other["params"]) != len(ours["params"]):
+            raise ValueError(
+                f"group {index} of the state has {len(other['params'])} parameters, ours {len(ours['params'])}"
+            )
+        for name in ("basis", "gains", "gate", "max_dim"):
+            if name not in other or other[name] != ours[name]:
+                raise ValueError(f"group {index} of the state has {name} = {other.get(name)!r}, ours is {ours[name]!r}")
+        for j, (p, key) in enumerate(zip(ours["params"], other["params"], strict=True)):
+            if key in loaded["state"]:
+                _check_entry(name_of(ours, index, j), fresh_state(p.to("meta"), ours), loaded["state"][key])
+
+
+def _check_entry(name: str, expected: State, found: State) -> None:
+    for what, like in expected.items():
+        value = found.get(what)
+        if not isinstance(value, Tensor) or value.shape != like.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else None
+            raise ValueError(f"the state of {name} has {what} of shape {shape}, but {tuple(like.shape)} is needed")
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"the state of {name} has numbers in {what} that are not finite: it is damaged")
+
+
+def restored(p: Parameter, loaded: State) -> State:
+    """A copy of a loaded state in the dtype and on the device of the parameter's own."""
+    return {
+        name: value.to(p.device, state_dtype(p), copy=True) if isinstance(value, Tensor) else value
+        for name, value in loaded.items()
+    }
+
+
+def state_bytes(p: Tensor, options: Options) -> int:
+    """The bytes of a parameter's state.
+
+    >>> options = {"basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024}
+    >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, the last gradient, two bases, two covariances
+    28
+    """
+    state = fresh_state(torch.empty_like(p, device="meta"), options)
+    return sum(value.numel() * value.element_size() for value in state.values())

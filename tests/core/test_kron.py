@@ -1,0 +1,504 @@
+"""KronLODO against its equations, against the methods it contains, and in a user's hands."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+from kron_oracle import KronOracle
+from lodo import KronLODO
+
+SHAPES = [(5, 3), (5, 3), (4, 3, 2, 2), (1, 6), (7,), (7,), ()]
+
+
+def drawn(shapes=SHAPES, dtype=torch.float64, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=rng, dtype=dtype)) for shape in shapes]
+
+
+def push(params, rng):
+    """Gradients of a noisy bowl, of another curvature along every axis."""
+    for p in params:
+        noise = torch.randn(p.shape, generator=rng, dtype=p.dtype)
+        scale = torch.linspace(0.1, 2, p.numel(), dtype=p.dtype).reshape(p.shape)
+        p.grad = scale * p.detach() + 0.3 * noise
+
+
+def run(opt, params, steps, seed=1):
+    rng = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        push(params, rng)
+        opt.step()
+
+
+def apart(a, b):
+    """The largest relative difference."""
+    return max(float((x - y).detach().norm() / y.detach().norm().clamp(min=1e-300)) for x, y in zip(a, b, strict=True))
+
+
+# ---------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gate": False},
+        {"gains": False},
+        {"gains": False, "gate": False},
+        {"basis": "none"},
+        {"max_dim": 4},
+        {"refresh_every": 3, "betas": (0.9, 0.99), "meta_lr": 0.1, "gate_lr": 0.02},
+        {"weight_decay": 0.1, "lr": 0.05},
+        {"anneal": 0.0, "meta_lr": 0.2},
+        {"anneal": math.inf, "meta_lr": 0.2},
+        {"anneal": 3.0, "meta_lr": 0.2},
+    ],
+    ids=str,
+)
+def test_it_follows_its_equations(options):
+    params = drawn()
+    opt = KronLODO(params, **options)
+    told = dict(options)
+    oracle = KronOracle([p.detach() for p in params], kronecker=told.pop("basis", "") != "none", **told)
+    rng = torch.Generator().manual_seed(1)
+    for step in range(50):
+        if step == 30:  # as a scheduler does
+            opt.param_groups[0]["lr"] = oracle.lr = oracle.lr / 3
+        push(params, rng)
+        oracle.step([p.grad for p in params])
+        opt.step()
+        assert apart(params, oracle.params) < 1e-10
+    if options.get("gains", True):
+        gains = [float(opt.state[p]["gain"]) for p in params]
+        assert gains == pytest.approx([s["c"] for s in oracle.states], rel=1e-8, abs=1e-10)
+        assert len({round(g, 6) for g in gains}) > 2
+
+
+def test_its_slopes_are_those_of_the_loss():
+    """Finite differences of a real loss after a real step, in c and in w."""
+    target = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    x = Parameter(torch.zeros(4, 3, dtype=torch.float64))
+
+    def loss():
+        return (x - target).pow(4).sum() + (x @ x.T).sum()
+
+    opt = KronLODO([x], lr=0.01)
+
+    def turn():
+        opt.zero_grad()
+        loss().backward()
+        opt.step()
+
+    for _ in range(5):
+        turn()
+    opt.state[x]["gate"].fill_(0.6)
+    before, saved = x.detach().clone(), copy.deepcopy(opt.state_dict())
+
+    def after(name, change):
+        """The loss after a step in which c or w is ``change`` larger than it is learned to be."""
+        with torch.no_grad():
+            x.copy_(before)
+        opt.load_state_dict(copy.deepcopy(saved))
+        opt.param_groups[0]["meta_lr"] = opt.param_groups[0]["gate_lr"] = 0.0
+        opt.param_groups[0]["anneal"] = 0.0
+        opt.state[x][name] += change
+        turn()
+        return float(loss().detach())
+
+    h = 1e-5
+    for name in ("gain", "gate"):
+        slope = (after(name, h) - after(name, -h)) / (2 * h)
+        after(name, 0.0)
+        opt.zero_grad()
+        loss().backward()
+        last = {k: v.clone() for k, v in opt.state[x].items()}
+        opt.step()
+        cosine = -(opt.state[x][f"{name}_exp_avg"] - 0.9 * last[f"{name}_exp_avg"]) / 0.1
+        scale = 0.01 * last["gain"].exp() * x.grad.norm() * last["length"]
+        assert float(-cosine * scale) == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_without_bases_gains_and_gate_it_is_adam(weight_decay):
+    ours, theirs = drawn(), drawn()
+    options = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": weight_decay}
+    run(KronLODO(ours, basis="none", gains=False, gate=False, **options), ours, 50)
+    run(torch.optim.AdamW(theirs, **options), theirs, 50)
+    assert apart(ours, theirs) < 1e-12
+
+
+def test_with_orthogonal_directions_and_without_gains_it_is_muon():
+    shapes = [(6, 4), (4, 9)]
+    ours, theirs = drawn(shapes, torch.float32), drawn(shapes, torch.float32)
+    run(KronLODO(ours, lr=0.01, basis="orthogonal", gains=False, gate=False), ours, 20)
+    muon = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    run(muon, theirs, 20)
+    start = drawn(shapes, torch.float32)
+    moved = max(float((a - b).detach().norm()) for a, b in zip(theirs, start, strict=True))
+    assert all(
+        float((a - b).detach().norm()) < 0.03 * moved for a, b in zip(ours, theirs, strict=True)
+    )  # theirs is in bfloat16
+
+
+def test_orthogonal_directions_have_gains():
+    params = drawn([(6, 4), (5,)])
+    opt = KronLODO(params, basis="orthogonal")
+    run(opt, params, 20)
+    assert all("gate" not in opt.state[p] and float(opt.state[p]["gain"]) != 0 for p in params)
+    assert "exp_avg_sq" not in opt.state[params[0]]
+    assert "exp_avg_sq" in opt.state[params[1]]  # a vector takes Adam's direction
+
+
+def test_stacks_change_nothing():
+    """Alone in an optimizer or beside others of its shape, a parameter goes the same way."""
+    together, alone = drawn(), drawn()
+    run(KronLODO(together), together, 25)
+    opts = [KronLODO([p]) for p in alone]
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(25):
+        push(alone, rng)
+        for opt in opts:
+            opt.step()
+    assert apart(together, alone) < 1e-10
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("basis", ["kronecker", "orthogonal"])
+@pytest.mark.parametrize("first", range(1, 8))
+def test_resume_is_bit_for_bit_from_every_step_of_the_refresh_cycle(first, basis, dtype):
+    whole, halves = drawn(dtype=dtype), drawn(dtype=dtype)
+    options = {"refresh_every": 4, "basis": basis}
+    one, two = KronLODO(whole, **options), KronLODO(halves, **options)
+    rng, again = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for _ in range(12):
+        push(whole, rng)
+        one.step()
+    for step in range(12):
+        if step == first:
+            resumed = KronLODO(halves, lr=1.0, **options)
+            resumed.load_state_dict(through_a_file(two.state_dict()))
+            two = resumed
+        push(halves, again)
+        two.step()
+    for a, b in zip(whole, halves, strict=True):
+        assert torch.equal(a, b)
+        assert one.state[a].keys() == two.state[b].keys()
+        assert all(torch.equal(one.state[a][k], two.state[b][k]) for k in one.state[a])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_go_on_as_the_original(copied):
+    params = drawn()
+    opt = KronLODO(params, nonfinite="skip")
+    run(opt, params, 7)
+    other = copied(opt)
+    twins = [p for group in other.param_groups for p in group["params"]]
+    run(opt, params, 7, seed=2)
+    run(other, twins, 7, seed=2)
+    assert other.nonfinite == "skip"
+    assert all(map(torch.equal, params, twins))
+
+
+def test_a_saved_state_is_not_changed_by_later_steps_of_the_one_that_loaded_it():
+    params = drawn()
+    opt = KronLODO(params)
+    run(opt, params, 3)
+    saved = copy.deepcopy(opt.state_dict())
+    kept = copy.deepcopy(saved)
+    opt.load_state_dict(saved)
+    run(opt, params, 3)
+    for key, state in kept["state"].items():
+        assert all(torch.equal(saved["state"][key][name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda s: s["state"][0].pop("exp_avg"), r"parameter 0 of group 0, shape \(5, 3\), has exp_avg of shape None"),
+        (lambda s: s["state"][0].update(exp_avg=torch.zeros(2)), r"exp_avg of shape \(2,\), but \(5, 3\) is needed"),
+        (lambda s: s["state"][0]["exp_avg"].fill_(math.nan), "exp_avg that are not finite"),
+        (lambda s: s["param_groups"][0].update(gate=False), "gate = False, ours is True"),
+        (lambda s: s["param_groups"][0]["params"].pop(), "has 6 parameters, ours 7"),
+        (lambda s: s["param_groups"].pop(), "has 0 parameter groups, this optimizer 1"),
+    ],
+)
+def test_damaged_states_are_refused_before_anything_changes(damage, says):
+    params = drawn()
+    opt = KronLODO(params)
+    run(opt, params, 3)
+    before = copy.deepcopy(opt.state_dict())
+    bad = copy.deepcopy(before)
+    damage(bad)
+    with pytest.raises(ValueError, match=says):
+        opt.load_state_dict(bad)
+    after = opt.state_dict()
+    for key, state in before["state"].items():
+        assert all(torch.equal(after["state"][key][name], value) for name, value in state.items())
+
+
+# ---------------------------------------------------------------- hostile gradients
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_gradients_that_cannot_be_used_change_nothing(bad, nonfinite):
+    params = drawn(dtype=torch.float32)
+    opt = KronLODO(params, nonfinite=nonfinite)
+    run(opt, params, 4)
+    twins, twin = copy.deepcopy((params, opt))
+    twins = [p for group in twin.param_groups for p in group["params"]]
+    push(params, torch.Generator().manual_seed(9))
+    params[2].grad.view(-1)[3] = bad
+    if nonfinite == "raise":
+        what = "is not finite" if not math.isfinite(bad) else "too large"
+        with pytest.raises(FloatingPointError, match=what):
+            opt.step()
+    else:
+        opt.step()
+        assert opt.skipped_steps == 1
+    run(opt, params, 4, seed=3)
+    run(twin, twins, 4, seed=3)
+    assert all(map(torch.equal, params, twins))
+
+
+def test_many_skipped_steps_are_worth_a_warning():
+    x = Parameter(torch.ones(2, 2))
+    opt = KronLODO([x], nonfinite="skip")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(25):
+            x.grad = torch.full((2, 2), math.nan)
+            opt.step()
+    assert len(caught) == 1
+    assert "has skipped 20 steps in a row" in str(caught[0].message)
+    assert opt.skipped_steps == 25
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["zero", "row", "column", "repeated", "noise", "one"]), min_size=1, max_size=12),
+    exponents=st.lists(st.floats(-30, 17), min_size=12, max_size=12),
+    shape=st.sampled_from([(1, 1), (1, 5), (5, 1), (2, 3), (6, 6), (8, 3)]),
+    seed=st.integers(0, 2**31),
+)
+def test_no_covariance_breaks_a_basis(kinds, exponents, shape, seed):
+    rng = torch.Generator().manual_seed(seed)
+    x = Parameter(torch.randn(shape, generator=rng))
+    opt = KronLODO([x], refresh_every=2)
+    for kind, exponent in zip(kinds, exponents, strict=False):
+        G = torch.randn(shape, generator=rng)
+        mask = torch.zeros(shape)
+        if kind == "row":
+            mask[0] = 1
+        elif kind == "column":
+            mask[:, 0] = 1
+        elif kind == "one":
+            mask[0, 0] = 1
+        elif kind != "zero":
+            mask[:] = 1
+        G = G[:1].expand(shape) if kind == "repeated" else G
+        x.grad = (G * mask * 10**exponent).contiguous()
+        opt.step()
+        state = opt.state[x]
+        assert all(bool(value.isfinite().all()) for value in (x, *state.values()))
+        for side in ("left", "right"):
+            if f"{side}_basis" in state:
+                P = state[f"{side}_basis"]
+                assert torch.allclose(P.mT @ P, torch.eye(len(P)), atol=1e-5)
+
+
+# ---------------------------------------------------------------- all kinds of parameters
+
+
+def test_complex_parameters_are_pairs_of_reals():
+    rng = torch.Generator().manual_seed(0)
+    z = Parameter(torch.randn(3, 4, dtype=torch.complex128, generator=rng))
+    x = Parameter(torch.view_as_real(z.detach()).clone())
+    one, two = KronLODO([z]), KronLODO([x])
+    for _ in range(15):
+        g = torch.randn(3, 4, dtype=torch.complex128, generator=rng)
+        z.grad, x.grad = g, torch.view_as_real(g)
+        one.step()
+        two.step()
+    assert torch.equal(torch.view_as_real(z.detach()), x.detach())
+
+
+def test_memory_formats_change_nothing():
+    plain, last = (Parameter(torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0))) for _ in range(2))
+    last.data = last.data.to(memory_format=torch.channels_last)
+    gaps = Parameter(torch.stack([plain.detach(), plain.detach()], dim=-1)[..., 0])
+    for p in (plain, last, gaps):
+        opt = KronLODO([p])
+        rng = torch.Generator().manual_seed(1)
+        for _ in range(12):
+            p.grad = torch.randn(p.shape, generator=rng)
+            if p is last:
+                p.grad = p.grad.to(memory_format=torch.channels_last)
+            opt.step()
+    assert torch.equal(plain, last)
+    assert torch.equal(plain, gaps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_states_of_half_precision_parameters_are_single(dtype):
+    params = drawn(dtype=dtype)
+    opt = KronLODO(params)
+    run(opt, params, 12)
+    assert all(p.dtype == dtype and bool(p.isfinite().all()) for p in params)
+    assert {value.dtype for p in params for value in opt.state[p].values()} == {torch.float32}
+
+
+def test_parameters_without_a_gradient_wait():
+    params = drawn([(3, 3), (3, 3), (4,)])
+    opt = KronLODO(params)
+    run(opt, params, 3)
+    rng = torch.Generator().manual_seed(4)
+    push(params, rng)
+    before = params[1].detach().clone()
+    params[1].grad = None
+    state = {k: v.clone() for k, v in opt.state[params[1]].items()}
+    opt.step()
+    assert torch.equal(params[1], before)
+    assert all(torch.equal(opt.state[params[1]][k], v) for k, v in state.items())
+    run(opt, params, 3)
+    assert [float(opt.state[p]["step"]) for p in params] == [7.0, 6.0, 7.0]
+
+
+def test_a_layer_may_thaw_later_and_groups_may_come_later():
+    params = drawn([(3, 3), (3, 3), (4,), (2, 2)])
+    opt = KronLODO(params[:2])
+    params[1].requires_grad_(False)
+    run(opt, params[:1], 5)
+    assert params[1] not in opt.state
+    params[1].requires_grad_(True)
+    opt.add_param_group({"params": params[2:], "lr": 0.1, "basis": "none", "gate": False})
+    run(opt, params, 5)
+    assert float(opt.state[params[0]]["step"]) == 10
+    assert float(opt.state[params[1]]["step"]) == float(opt.state[params[2]]["step"]) == 5
+    assert "left_basis" not in opt.state[params[3]]
+    assert "gate" not in opt.state[params[3]]
+
+
+def test_empty_parameters_and_empty_steps():
+    empty, x = Parameter(torch.zeros(0, 3)), Parameter(torch.ones(2, 2))
+    opt = KronLODO([empty, x])
+    opt.step()
+    empty.grad, x.grad = torch.zeros(0, 3), torch.ones(2, 2)
+    opt.step()
+    assert float(x.detach().mean()) < 1
+
+
+def test_a_group_can_be_left_to_adamw():
+    """As users of Muon do with embeddings and heads."""
+    ours, theirs = drawn([(8, 4), (4, 4)]), drawn([(8, 4), (4, 4)])
+    adamw = {"basis": "none", "gains": False, "gate": False, "betas": (0.9, 0.999), "lr": 1e-3}
+    run(KronLODO([{"params": ours[:1], **adamw}, {"params": ours[1:]}]), ours, 20)
+    opts = torch.optim.AdamW(theirs[:1], lr=1e-3, weight_decay=0.0), KronLODO(theirs[1:])
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        push(theirs, rng)
+        for opt in opts:
+            opt.step()
+    assert apart(ours, theirs) < 1e-12
+
+
+def test_maximizing_is_minimizing_the_negative():
+    up, down = drawn(), drawn()
+    one, two = KronLODO(up, maximize=True), KronLODO(down)
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(15):
+        for p, q in zip(up, down, strict=True):
+            p.grad = torch.randn(p.shape, generator=rng, dtype=p.dtype)
+            q.grad = -p.grad
+        one.step()
+        two.step()
+    assert all(map(torch.equal, up, down))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr": -1.0}, r"lr must be a finite number in \[0.0, inf\), got -1.0"),
+        ({"lr": math.nan}, "lr must be a finite number"),
+        ({"meta_lr": -1.0}, "meta_lr must be"),
+        ({"gate_lr": -1.0}, "gate_lr must be"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a finite number in \[0.0, 1.0\), got 1.0"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"eps": 0.0}, "eps must be"),
+        ({"weight_decay": -0.1}, "weight_decay must be"),
+        ({"basis": "kroneker"}, "basis must be one of 'kronecker', 'orthogonal', 'none', got 'kroneker'; did you mean"),
+        ({"gains": "yes"}, "gains must be True or False"),
+        ({"anneal": -1.0}, "anneal must be"),
+        ({"max_dim": 1.5}, "max_dim must be an integer"),
+        ({"refresh_every": 0}, "refresh_every must be an integer >= 1, got 0"),
+        ({"nonfinite": "ignore"}, "nonfinite must be one of 'raise', 'skip'"),
+    ],
+)
+def test_errors_name_the_option(options, says):
+    with pytest.raises(ValueError, match=says):
+        KronLODO(drawn(), **options)
+    if "nonfinite" not in options:
+        opt = KronLODO(drawn())
+        with pytest.raises(ValueError, match=says):
+            opt.add_param_group({"params": drawn(), **options})
+        assert len(opt.param_groups) == 1
+
+
+def test_a_rate_set_by_hand_is_checked():
+    params = drawn()
+    opt = KronLODO(params)
+    opt.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="lr of group 0 must be a finite number"):
+        run(opt, params, 1)
+
+
+def test_sparse_gradients_are_refused_by_name():
+    table = torch.nn.Embedding(4, 3, sparse=True)
+    opt = KronLODO(table.named_parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse gradients are not supported, but parameter 'weight' 0 of group 0"):
+        opt.step()
+
+
+# ---------------------------------------------------------------- looking inside
+
+
+def test_diagnostics():
+    model = torch.nn.Linear(4, 3)
+    opt = KronLODO(model.named_parameters())
+    assert opt.diagnostics() == {"skipped_steps": 0.0}
+    run(opt, list(model.parameters()), 5)
+    found = opt.diagnostics()
+    names = ("alignment", "gain", "gate", "left_condition", "right_condition", "step_norm")
+    assert {name for name in found if "/weight/" in name} == {f"group0/weight/{name}" for name in names}
+    assert all(isinstance(value, float) and math.isfinite(value) for value in found.values())
+    assert found["group0/weight/left_condition"] > 1
+    before = model.weight.detach().clone()
+    run(opt, list(model.parameters()), 1)
+    moved = float((model.weight.detach() - before).norm())
+    assert opt.diagnostics()["group0/weight/step_norm"] == pytest.approx(moved, rel=1e-5)
+
+
+def test_repr_tells_the_memory():
+    opt = KronLODO([Parameter(torch.zeros(64, 64))])
+    assert "memory: 114.7 kB (28.0 bytes a weight)" in repr(opt)

@@ -1,0 +1,95 @@
+"""KronLODO as its equations say, one matrix at a time, with autograd for the hypergradients. Slow and plain."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class KronOracle:
+    """Steps a list of real matrices and vectors, given their gradients.
+
+    Each keeps its last step as a function of c and w, and asks autograd how the loss depends on them.
+    """
+
+    def __init__(
+        self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.0, eps=1e-8,
+        kronecker=True, gains=True, gate=True, gate_lr=1e-3, anneal=300.0, max_dim=1024, refresh_every=10,
+    ):  # fmt: skip
+        self.params = [p.clone() for p in params]
+        self.lr, self.meta_lr, self.betas, self.weight_decay, self.eps = lr, meta_lr, betas, weight_decay, eps
+        self.gains, self.gate, self.gate_lr, self.anneal = gains, gate, gate_lr, anneal
+        self.refresh_every = refresh_every
+        self.noise = 1e-5 if kronecker else 0.0
+        self.t, self.peak = 0, 0.0
+        self.states = []
+        for p in self.params:
+            G = p.reshape(p.shape[0], -1) if p.dim() > 1 else p.reshape(1, -1)
+            m, n = G.shape
+            self.states.append({
+                "P": torch.eye(m, dtype=p.dtype), "Q": torch.eye(n, dtype=p.dtype),
+                "A": torch.zeros(m, m, dtype=p.dtype), "B": torch.zeros(n, n, dtype=p.dtype),
+                "left": kronecker and 1 < m <= max_dim,
+                "right": kronecker and 1 < n <= max_dim and p.dim() > 1,
+                "M": torch.zeros_like(G), "V": torch.zeros_like(G),
+                "c": 0.0, "highest": 0.0, "w": 1.0, "c_adam": [0.0, 0.0], "w_adam": [0.0, 0.0], "last": None,
+            })  # fmt: skip
+
+    def step(self, grads: list[Tensor]) -> None:
+        self.peak = max(self.peak, self.lr)
+        for i, grad in enumerate(grads):
+            self._step(self.params[i], self.states[i], grad)
+        self.t += 1
+
+    def _step(self, p: Tensor, s: dict, grad: Tensor) -> None:
+        b1, b2 = self.betas
+        G = grad.reshape(s["M"].shape)
+        if s["last"] is not None:
+            self._learn(s, G)
+        s["A"] = b2 * s["A"] + (1 - b2) * G @ G.T
+        s["B"] = b2 * s["B"] + (1 - b2) * G.T @ G
+        if self.t % self.refresh_every == 0:
+            M = s["P"] @ s["M"] @ s["Q"].T
+            if s["left"]:
+                s["P"] = self._refreshed(s["A"], s["P"])
+            if s["right"]:
+                s["Q"] = self._refreshed(s["B"], s["Q"])
+            s["M"] = s["P"].T @ M @ s["Q"]
+        X = s["P"].T @ G @ s["Q"]
+        s["M"] = b1 * s["M"] + (1 - b1) * X
+        s["V"] = b2 * s["V"] + (1 - b2) * X**2
+        M, V = s["M"] / (1 - b1 ** (self.t + 1)), s["V"] / (1 - b2 ** (self.t + 1))
+        P, Q, R, lr = s["P"], s["Q"], V.sqrt() + self.eps + self.noise * V.mean().sqrt(), self.lr
+
+        def move(c: Tensor, w: Tensor) -> Tensor:
+            return -lr * c.exp() * P @ (((1 - w) * X + w * M) / R) @ Q.T
+
+        s["last"] = move
+        c, w = (torch.tensor(s[x], dtype=p.dtype) for x in "cw")
+        s["moved"] = float(move(c, w).norm())
+        p.mul_(1 - lr * self.weight_decay).add_(move(c, w).reshape(p.shape))
+
+    def _refreshed(self, A: Tensor, P: Tensor) -> Tensor:
+        return torch.linalg.qr((A / A.diagonal().mean()) @ P + 1e-5 * P).Q
+
+    def _learn(self, s: dict, G: Tensor) -> None:
+        c, w = (torch.tensor(s[x], dtype=G.dtype, requires_grad=True) for x in "cw")
+        with torch.enable_grad():
+            slopes = torch.autograd.grad((G * s["last"](c, w)).sum(), (c, w))
+        scale = float(G.norm()) * s["moved"]
+        dc, dw = (float(slope) / scale if scale else 0.0 for slope in slopes)
+        if self.gains:
+            s["c"] -= self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
+            s["highest"] = max(s["highest"], s["c"])
+            fall = math.log(1 + self.t / self.anneal) / 2 if self.anneal else math.inf
+            s["c"] = max(s["c"], s["highest"] - max(fall - math.log(self.peak / self.lr), 0.0))
+        if self.gate:
+            s["w"] = min(max(s["w"] - self.gate_lr * self._adam(s["w_adam"], dw, 0.999), 0.0), 1.0)
+
+    def _adam(self, moments: list[float], slope: float, beta2: float) -> float:
+        moments[0] = 0.9 * moments[0] + 0.1 * slope
+        moments[1] = beta2 * moments[1] + (1 - beta2) * slope**2
+        m, v = moments[0] / (1 - 0.9**self.t), moments[1] / (1 - beta2**self.t)
+        return m / (math.sqrt(v) + 1e-7)
