@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -30,13 +30,16 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from lodo._checks import check_bool, check_choice, check_int, check_real
+from lodo.checkpoint import completed
 from lodo.distributed import shard_of
+from lodo.engines import BACKENDS, check_backend
 from lodo.estimate import readable
 from lodo.group import Options, name_of
 from lodo.meta import BETA1, BETA2, Learned
+from lodo.recipes import check_lr
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
-from lodo.scalars import Flag, largest, logarithm
-from lodo.stacks import Bundle, Stack, State, bundled, matrix_shape, state_dtype
+from lodo.scalars import Flag, largest, logarithm, plain
+from lodo.stacks import Bundle, Stack, State, as_real, bundled, matrix_shape, state_dtype
 
 BASES = ("kronecker", "orthogonal", "none")
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
@@ -76,18 +79,9 @@ def refreshed(A: Tensor, P: Tensor) -> Tensor:
     tensor([[5.0068e-06, 1.0000e+00],
             [1.0000e+00, 5.0068e-06]])
     """
-    size = A.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    size = A.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).unsqueeze(-1)
     Z: Tensor = torch.linalg.qr((A / torch.where(size > 0, size, 1)) @ P + NOISE * P)[0]
     return Z
-
-
-def correction(beta: float, t: Tensor) -> Tensor:
-    """``1 / (1 - beta^t)`` for a stack of matrices, which makes up for an average's start from zero.
-
-    >>> correction(0.5, torch.tensor([1.0, 2.0])).flatten()
-    tensor([2.0000, 1.3333])
-    """
-    return (1 / (1 - beta ** t.clamp(min=1))).reshape(-1, 1, 1)
 
 
 def inner(X: Tensor, Y: Tensor) -> Tensor:
@@ -141,7 +135,7 @@ def fresh_state(p: Tensor, options: Options) -> State:
     if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
         state["norm_sq"] = torch.zeros((), dtype=dtype, device=p.device)
         for side, d in zip(("left", "right"), shape, strict=True):
-            if 1 < d <= options["max_dim"] and p.dim() > 1:
+            if 1 < d <= options["max_dim"] and as_real(p).dim() > 1:
                 state[f"{side}_covariance"] = torch.zeros(d, d, dtype=dtype, device=p.device)
                 state[f"{side}_basis"] = torch.eye(d, dtype=dtype, device=p.device)
     return state
@@ -155,9 +149,46 @@ def _gated(options: Options) -> bool:
 # ---------------------------------------------------------------- a step of a bundle of parameters
 
 
+def share(beta: float, ok: Flag, like: Tensor) -> float | Tensor:
+    """How much of a new value enters an average: 1 - beta, or nothing if a device refuses the step.
+
+    >>> share(0.75, torch.tensor(False), torch.ones(1))
+    tensor(0.)
+    """
+    return (1 - beta) * ok.to(like.dtype) if isinstance(ok, Tensor) else 1 - beta
+
+
 def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
-    """What replaces the old value: the new one, unless the step is refused."""
+    """What replaces the old value: the new one, unless a device refuses the step."""
     return torch.where(ok, new, old) if isinstance(ok, Tensor) else new
+
+
+class Factors(NamedTuple):
+    """What makes M^ and R of the averages M and V: one number a parameter."""
+
+    mean: Tensor  # M^ = mean M
+    root: Tensor  # R = root sqrt(V) + least
+    least: Tensor
+
+    @classmethod
+    def of(cls, options: Options, bundle: Bundle) -> Factors:
+        """The factors after the last step."""
+        b1, b2 = options["betas"]
+        numbers = bundle.numbers
+        t = numbers["step"].clamp(min=1)
+        root = (1 - b2**t).rsqrt()
+        least = torch.full_like(root, options["eps"])
+        if "norm_sq" in numbers:
+            least = least.addcmul(root, (numbers["norm_sq"] / bundle.sizes).sqrt(), value=NOISE)
+        return cls(1 / (1 - b1**t), root, least)
+
+    def at(self, stack: Stack) -> Factors:
+        """Those of a stack."""
+        return Factors(*(factor[stack.rows].reshape(-1, 1, 1) for factor in self))
+
+    def arrays(self, stack: Stack) -> list[Any]:
+        """Those of a stack, for kernels."""
+        return [factor.numpy()[stack.rows] for factor in self]
 
 
 def advance(options: Options, bundle: Bundle, gradients: Sequence[Tensor], norms: Tensor, ok: Flag) -> None:
@@ -172,53 +203,49 @@ def advance(options: Options, bundle: Bundle, gradients: Sequence[Tensor], norms
     """
     numbers, stacks = bundle.numbers, bundle.stacks
     if isinstance(ok, Tensor):
-        gradients = [torch.where(ok, G, 0) for G in gradients]
+        gradients, norms = [torch.where(ok, G, 0) for G in gradients], torch.where(ok, norms, 0)
     Xs = [turned(G, stack.P, stack.Q) for stack, G in zip(stacks, gradients, strict=True)]
     if "length" in numbers:
-        slopes = [last_slopes(options, stack, X, numbers) for stack, X in zip(stacks, Xs, strict=True)]
+        factors = Factors.of(options, bundle)
+        slopes = [last_slopes(stack, X, factors) for stack, X in zip(stacks, Xs, strict=True)]
         XS, XD = (torch.cat(parts) for parts in zip(*slopes, strict=True))
         scale = norms * numbers["length"]  # |X| = |G|
         scale = torch.where(scale > 0, 1 / scale, 0)
         learn(options, numbers, XS * scale, XD * scale, ok)
     numbers["step"].add_(ok)
     if "norm_sq" in numbers:
-        numbers["norm_sq"].lerp_(norms.square(), (1 - options["betas"][1]) * ok)
-    lr = options["lr"] * ok if isinstance(ok, Tensor) else options["lr"]
+        numbers["norm_sq"].lerp_(norms.square(), share(options["betas"][1], ok, norms))
+    if isinstance(ok, Tensor):
+        numbers["skipped"].add_(torch.logical_not(ok))
+    lr = options["lr"] * share(0.0, ok, norms)
     rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(norms))
+    factors = Factors.of(options, bundle)
     refresh = options["steps"] % options["refresh_every"] == 0
     for stack, G, X in zip(stacks, gradients, Xs, strict=True):
         X = follow_covariances(options, stack, G, X, refresh, ok)
-        S = direction(options, stack, X, numbers, ok)
-        if "length" in numbers:
-            length = numbers["length"][stack.rows]
-            length.copy_(kept(ok, torch.linalg.vector_norm(S, dim=(1, 2)), length))
-        step = turned_back(S.mul_(rates[stack.rows].reshape(-1, 1, 1)), stack.P, stack.Q)
-        stack.move(step, 1 - lr * options["weight_decay"])
+        step = next_step(options, stack, X, factors, rates, ok)
+        stack.move(turned_back(step, stack.P, stack.Q), 1 - lr * options["weight_decay"])
 
 
-def last_slopes(options: Options, stack: Stack, X: Tensor, numbers: State) -> tuple[Tensor, Tensor]:
+def last_slopes(stack: Stack, X: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
     """``<X, S>`` and ``<X, D>`` with the last step's S and D."""
-    if "direction" in stack.tensors:
-        XS = inner(X, stack.tensors["direction"])
+    if stack.V is None:
+        XS = inner(X, stack.S) if stack.S is not None else X.new_zeros(len(X))
         return XS, torch.zeros_like(XS)
-    XN = inner(X, scaled_average(options, stack, numbers)[0])
-    if "scaled_grad" not in stack.tensors:
+    if stack.fused is not None:
+        XN, XU = stack.fused.slopes(X, *factors.arrays(stack))
+    else:
+        XN = inner(X, scaled_average(stack.M, stack.V, factors.at(stack))[0])
+        XU = XN if stack.U is None else inner(X, stack.U)
+    if stack.U is None:
         return XN, torch.zeros_like(XN)
-    XU = inner(X, stack.tensors["scaled_grad"])
-    return torch.lerp(XU, XN, numbers["gate"][stack.rows]), XN - XU
+    return torch.lerp(XU, XN, stack.numbers["gate"]), XN - XU
 
 
-def scaled_average(options: Options, stack: Stack, numbers: State) -> tuple[Tensor, Tensor]:
+def scaled_average(M: Tensor, V: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
     """``M^ / R`` and ``R``."""
-    b1, b2 = options["betas"]
-    t = numbers["step"][stack.rows]
-    root = correction(b2, t).sqrt()
-    least = options["eps"]
-    if options["basis"] == "kronecker":
-        mean = numbers["norm_sq"][stack.rows].reshape(-1, 1, 1) / math.prod(stack.shape)
-        least = least + NOISE * root * mean.sqrt()
-    R = stack.tensors["exp_avg_sq"].sqrt().mul_(root).add_(least)
-    return stack.tensors["exp_avg"].mul(correction(b1, t)).div_(R), R
+    R = V.sqrt().mul_(factors.root).add_(factors.least)
+    return M.mul(factors.mean).div_(R), R
 
 
 def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tensor, ok: Flag) -> None:
@@ -265,15 +292,13 @@ def allowed_fall(options: Options, t: Tensor) -> Tensor:
 
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> Tensor:
     """Average the covariances; if it is time, refresh the bases and turn M along. Returns X in the bases of now."""
-    share = (1 - options["betas"][1]) * ok
-    A, B, P, Q = stack.A, stack.B, stack.P, stack.Q
+    A, B, P, Q, M = stack.A, stack.B, stack.P, stack.Q, stack.M
     if A is not None:
-        A.lerp_(G @ G.mT, share)
+        average_product(A, G, G.mT, options["betas"][1], ok)
     if B is not None:
-        B.lerp_(G.mT @ G, share)
+        average_product(B, G.mT, G, options["betas"][1], ok)
     if not refresh or (P is None and Q is None):
         return X
-    M = stack.tensors["exp_avg"]
     mean = turned_back(M, P, Q)
     if A is not None and P is not None:
         P.copy_(kept(ok, refreshed(A, P), P))
@@ -283,23 +308,52 @@ def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, ref
     return turned(G, P, Q)
 
 
-def direction(options: Options, stack: Stack, X: Tensor, numbers: State, ok: Flag) -> Tensor:
+def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:
+    """``A = beta A + (1 - beta) G H``, in place.
+
+    >>> A = torch.ones(1, 1, 1)
+    >>> average_product(A, 2 * A, A, 0.5, True)
+    >>> A.item()
+    1.5
+    """
+    if isinstance(ok, Tensor):
+        A.lerp_(G @ H, share(beta, ok, A))
+    else:
+        A.baddbmm_(G, H, beta=beta, alpha=1 - beta)
+
+
+def next_step(options: Options, stack: Stack, X: Tensor, factors: Factors, rates: Tensor, ok: Flag) -> Tensor:
+    """``rate S``, after X has entered the averages M and V; notes |S|."""
+    rate, length = rates[stack.rows], stack.numbers.get("length")
+    if stack.fused is not None:
+        w = stack.numbers.get("gate", rate).numpy()
+        step: Tensor
+        step, norms = stack.fused.direction(X, options["betas"], *factors.arrays(stack), w, rate.numpy())
+    else:
+        S = direction(options, stack, X, factors.at(stack), ok)
+        norms = S[:0] if length is None else torch.linalg.vector_norm(S, dim=(1, 2))
+        step = S.mul_(rate.reshape(-1, 1, 1))
+    if length is not None:
+        length.copy_(kept(ok, norms, length))
+    return step
+
+
+def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: Flag) -> Tensor:
     """S, after X has entered the averages M and V."""
     b1, b2 = options["betas"]
-    M = stack.tensors["exp_avg"].lerp_(X, (1 - b1) * ok)
-    if "exp_avg_sq" not in stack.tensors:
-        m, n = stack.shape
-        S = orthogonal(torch.lerp(X, M, b1)) * (0.2 * math.sqrt(max(m, n)))  # as large as Adam's steps usually are
-        if "direction" in stack.tensors:
-            stack.tensors["direction"].copy_(kept(ok, S, stack.tensors["direction"]))
+    M, V, U = stack.M, stack.V, stack.U
+    M.lerp_(X, share(b1, ok, M))
+    if V is None:
+        S = orthogonal(torch.lerp(X, M, b1)) * (0.2 * math.sqrt(max(stack.shape)))  # about as long as Adam's steps are
+        if stack.S is not None:
+            stack.S.copy_(kept(ok, S, stack.S))
         return S
-    stack.tensors["exp_avg_sq"].lerp_(X.square(), (1 - b2) * ok)
-    N, R = scaled_average(options, stack, numbers)
-    if "scaled_grad" not in stack.tensors:
+    V.lerp_(X.square(), share(b2, ok, V))
+    N, R = scaled_average(M, V, factors)
+    if U is None:
         return N
-    U = X.div(R)
-    stack.tensors["scaled_grad"].copy_(kept(ok, U, stack.tensors["scaled_grad"]))
-    return torch.lerp(U, N, numbers["gate"][stack.rows].reshape(-1, 1, 1))
+    U.copy_(kept(ok, X / R, U))
+    return torch.lerp(U, N, stack.numbers["gate"].reshape(-1, 1, 1))
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -335,11 +389,12 @@ class KronLODO(Optimizer):
             runs.
         max_dim: larger dimensions have no basis.
         refresh_every: the bases follow the covariances every so many steps.
+        backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         nonfinite: what a gradient does that is NaN, infinite, or so large that its square would be: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other
             than the CPU, the error comes with the next step, so that no step waits for the device.
 
-    All but ``nonfinite`` may differ between groups.
+    All but ``backend`` and ``nonfinite`` may differ between groups.
 
     Example:
         >>> import torch
@@ -376,10 +431,12 @@ class KronLODO(Optimizer):
         anneal: float = 300.0,
         max_dim: int = 1024,
         refresh_every: int = 10,
+        backend: str = "auto",
         nonfinite: str = "raise",
     ) -> None:
+        check_choice("backend", backend, BACKENDS)
         check_choice("nonfinite", nonfinite, ("raise", "skip"))
-        self.nonfinite = nonfinite
+        self.backend, self.nonfinite = backend, nonfinite
         self._forget_stacks()
         defaults = {
             "lr": lr,
@@ -433,7 +490,8 @@ class KronLODO(Optimizer):
             return loss
         self._refused_in_a_row = 0
         for options, bundle, gradients, norms in readings:
-            advance(options, bundle, gradients, norms, ok)
+            here = ok.to(norms.device) if isinstance(ok, Tensor) else ok
+            advance(options, bundle, gradients, norms, here)
         for options, bundles in zip(self.param_groups, self._stacked, strict=True):
             options["steps"] += bool(bundles)
         if isinstance(ok, Tensor):
@@ -453,7 +511,7 @@ class KronLODO(Optimizer):
             if not self.state[p]:
                 self.state[p] = fresh_state(p, options)
         self._active[index] = ids
-        self._stacked[index] = bundled(active, [self.state[p] for p in active])
+        self._stacked[index] = bundled(active, [self.state[p] for p in active], self.backend)
         return self._stacked[index]
 
     def _refuse(self) -> None:
@@ -485,15 +543,16 @@ class KronLODO(Optimizer):
         """Add a group; allowed at any time."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        if "nonfinite" in param_group:
-            raise ValueError(
-                f"nonfinite is not an option of a group (got {param_group['nonfinite']!r}); pass it to KronLODO"
-            )
+        for name in ("backend", "nonfinite"):
+            if name in param_group:
+                raise ValueError(f"{name} is not an option of a group (got {param_group[name]!r}); pass it to KronLODO")
         check_options({**self.defaults, **param_group})
         index = len(self.param_groups)
         super().add_param_group(param_group)
         try:
             check_params(self.param_groups[index], index)
+            for p in self.param_groups[index]["params"]:
+                check_backend(self.backend, p.device)
         except Exception:
             del self.param_groups[index]
             raise
@@ -507,7 +566,7 @@ class KronLODO(Optimizer):
         self._refused, self._refused_in_a_row = None, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "nonfinite": self.nonfinite}
+        return {**super().__getstate__(), "backend": self.backend, "nonfinite": self.nonfinite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -517,9 +576,10 @@ class KronLODO(Optimizer):
         """Load a state that `state_dict` has returned; it is checked before anything changes."""
         given: list[StateDict] = []
 
-        def check(_: Optimizer, loaded: StateDict) -> None:
+        def check(_: Optimizer, loaded: StateDict) -> StateDict:
             check_state(self.param_groups, loaded)
             given.append(loaded)
+            return {**loaded, "param_groups": list(map(completed, self.param_groups, loaded["param_groups"]))}
 
         def restore(_: Optimizer) -> None:
             """Replace what torch has cast to the parameters' dtypes."""
@@ -545,7 +605,7 @@ class KronLODO(Optimizer):
     def skipped_steps(self) -> int:
         """How many steps ``nonfinite="skip"`` has skipped."""
         states = [state for state in self.state.values() if isinstance(state, dict) and "skipped" in state]
-        return max((int(state["skipped"]) for state in states), default=0)
+        return max((int(plain(state["skipped"])) for state in states), default=0)
 
     @torch.no_grad()
     def diagnostics(self) -> dict[str, float]:
@@ -598,10 +658,16 @@ def read(options: Options, bundle: Bundle) -> tuple[list[Tensor], Tensor]:
 def usable(norms: Sequence[Tensor]) -> Flag:
     """Whether all gradients can be used: their squares are finite. A tensor if any of them is on a device."""
     flags = [(x < math.sqrt(torch.finfo(x.dtype).max) / 2).all() for x in norms]
-    on_device = next((flag.device for flag in flags if flag.device.type != "cpu"), None)
-    if on_device is None:
-        return all(map(bool, flags))
-    return torch.stack([flag.to(on_device) for flag in flags]).all()
+    waiting = [flag for flag in flags if is_host(flag.device)]
+    others = [flag for flag in flags if not is_host(flag.device)]
+    if not others:
+        return all(map(bool, waiting))
+    return torch.stack([flag.to(others[0].device) for flag in (*others, *waiting)]).all()
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether numbers on a device are there at once."""
+    return device.type == "cpu"
 
 
 def diagnose(options: Options, state: State) -> dict[str, float]:
@@ -629,8 +695,7 @@ def diagnose(options: Options, state: State) -> dict[str, float]:
 
 def check_options(options: Options) -> None:
     """Raise an error that names the option, its value and what is allowed."""
-    if not isinstance(options["lr"], Tensor):
-        check_real("lr", options["lr"], low=0.0)
+    check_lr(options["lr"])
     for name in ("meta_lr", "gate_lr", "weight_decay"):
         check_real(name, options[name], low=0.0)
     check_real("eps", options["eps"], low=0.0, open_low=True)
@@ -687,6 +752,7 @@ def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
 def _check_entry(name: str, expected: State, found: State) -> None:
     for what, like in expected.items():
         value = found.get(what)
+        value = torch.tensor(value) if isinstance(value, (int, float)) else value
         if not isinstance(value, Tensor) or value.shape != like.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else None
             raise ValueError(f"the state of {name} has {what} of shape {shape}, but {tuple(like.shape)} is needed")
@@ -696,10 +762,8 @@ def _check_entry(name: str, expected: State, found: State) -> None:
 
 def restored(p: Parameter, loaded: State) -> State:
     """A copy of a loaded state in the dtype and on the device of the parameter's own."""
-    return {
-        name: value.to(p.device, state_dtype(p), copy=True) if isinstance(value, Tensor) else value
-        for name, value in loaded.items()
-    }
+    dtype = state_dtype(p)
+    return {name: torch.as_tensor(value).to(p.device, dtype, copy=True) for name, value in loaded.items()}
 
 
 def state_bytes(p: Tensor, options: Options) -> int:

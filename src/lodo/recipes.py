@@ -79,10 +79,7 @@ def complete(group: dict[str, Any], recipe: str) -> dict[str, Any]:
 
 def check(group: dict[str, Any]) -> None:
     """Check each option of a group, by name."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got {lr!r}")
-    check_real("lr", lr.item() if isinstance(lr, Tensor) else lr, low=0.0)
+    check_lr(group["lr"])
     check_real("meta_lr", group["meta_lr"], low=0.0)
     check_real("beta", group["beta"], low=0.0, high=1.0)
     check_real("weight_decay", group["weight_decay"], low=0.0)
@@ -91,3 +88,17 @@ def check(group: dict[str, Any]) -> None:
     check_bool("guard", group["guard"])
     check_int("seed", group["seed"], low=0)
     check_bool("maximize", group["maximize"])
+
+
+def check_lr(lr: object) -> None:
+    """Check a rate, which may be a number or a tensor with one.
+
+    >>> import torch
+    >>> check_lr(torch.tensor([0.1, 0.2]))
+    Traceback (most recent call last):
+    ...
+    ValueError: Tensor lr must be 1-element, got tensor([0.1000, 0.2000])
+    """
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got {lr!r}")
+    check_real("lr", lr.item() if isinstance(lr, Tensor) else lr, low=0.0)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lodo.engines import has_numba
+
 State = dict[str, Tensor]  # of one parameter
 LARGEST = 2**21  # numbers in a stack of several matrices: larger ones gain nothing from being stacked
 
@@ -24,9 +26,18 @@ def matrix_shape(p: Tensor) -> tuple[int, int]:
     >>> matrix_shape(torch.zeros(8, 3, 5, 5)), matrix_shape(torch.zeros(7)), matrix_shape(torch.zeros(2, 3).cfloat())
     ((8, 75), (1, 7), (2, 6))
     """
-    numbers = p.numel() * (2 if p.is_complex() else 1)
+    p = as_real(p)
     rows = p.shape[0] if p.dim() > 1 else 1
-    return rows, numbers // max(rows, 1)
+    return rows, p.numel() // max(rows, 1)
+
+
+def as_real(x: Tensor) -> Tensor:
+    """A real view of a tensor.
+
+    >>> as_real(torch.zeros(3).cfloat()).shape
+    torch.Size([3, 2])
+    """
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def state_dtype(p: Tensor) -> torch.dtype:
@@ -39,35 +50,47 @@ def state_dtype(p: Tensor) -> torch.dtype:
 
 
 class Stack:
-    """Parameters of one shape and dtype, and their states' matrices.
+    """Parameters of one shape and dtype, and their states.
 
     Args:
         params: the parameters.
-        states: their states.
-        rows: their places among the parameters of a `Bundle`.
+        states: their states, whose matrices become rows of stacked ones.
+        numbers: the numbers of all parameters of the `Bundle`.
+        rows: the places of these parameters among them.
+        fused: whether to use the fused passes for CPUs.
     """
 
-    def __init__(self, params: Sequence[Parameter], states: Sequence[State], rows: slice) -> None:
+    def __init__(
+        self, params: Sequence[Parameter], states: Sequence[State], numbers: State, rows: slice, fused: bool
+    ) -> None:
         self.params = list(params)
         self.rows = rows
         self.shape = matrix_shape(params[0])
         self.dtype = state_dtype(params[0])
+        self.numbers = {name: vector[rows] for name, vector in numbers.items()}
         self.tensors = {name: _stacked(name, states) for name in states[0] if states[0][name].dim()}
         self.A, self.B = self.tensors.get("left_covariance"), self.tensors.get("right_covariance")
         self.P, self.Q = self.tensors.get("left_basis"), self.tensors.get("right_basis")
+        self.M, self.V = self.tensors["exp_avg"], self.tensors.get("exp_avg_sq")
+        self.U, self.S = self.tensors.get("scaled_grad"), self.tensors.get("direction")
+        self.fused: Any = None
+        if fused and self.V is not None:
+            from lodo.engines.numba.kron import FusedStack
+
+            self.fused = FusedStack(self.M, self.V, self.U)
 
     def gradient(self) -> Tensor:
         """The gradients, as a stack of matrices in the state's dtype."""
-        grads = [_real(p.grad).to(self.dtype).reshape(self.shape) for p in self.params if p.grad is not None]
-        return grads[0][None] if len(grads) == 1 else torch.stack(grads)
+        grads = [as_real(p.grad) for p in self.params if p.grad is not None]
+        together = grads[0][None] if len(grads) == 1 else torch.stack(grads)
+        return together.to(self.dtype).reshape(len(grads), *self.shape)
 
     def move(self, change: Tensor, decay: float | Tensor) -> None:
         """``W = decay W + change`` for every parameter."""
-        weights = [_real(p) for p in self.params]
-        changes = [part.reshape(w.shape) for part, w in zip(change.unbind(), weights, strict=True)]
+        weights = [as_real(p) for p in self.params]
         if isinstance(decay, Tensor) or decay != 1:
             torch._foreach_mul_(weights, decay)
-        torch._foreach_add_(weights, changes)
+        torch._foreach_add_(weights, change.reshape(len(weights), *weights[0].shape).unbind())
 
 
 class Bundle:
@@ -76,11 +99,16 @@ class Bundle:
     Args:
         params: the parameters, sorted: those that can be stacked are neighbours.
         states: their states.
+        backend: as for `lodo.KronLODO`.
     """
 
-    def __init__(self, params: Sequence[Parameter], states: Sequence[State]) -> None:
+    def __init__(self, params: Sequence[Parameter], states: Sequence[State], backend: str) -> None:
+        fused = backend != "reference" and params[0].device.type == "cpu" and has_numba()
         self.numbers = {name: _stacked(name, states) for name in states[0] if not states[0][name].dim()}
-        self.stacks = [Stack(params[rows], states[rows], rows) for rows in _runs(params, states)]
+        self.stacks = [Stack(params[rows], states[rows], self.numbers, rows, fused) for rows in _runs(params, states)]
+        sizes = [stack.shape[0] * stack.shape[1] for stack in self.stacks for _ in stack.params]
+        first = self.numbers["step"]
+        self.sizes = torch.tensor(sizes, dtype=first.dtype).to(first.device)
         self._seen = [(state, name, value) for state in states for name, value in state.items()]
 
     def holds(self) -> bool:
@@ -88,7 +116,7 @@ class Bundle:
         return all(state.get(name) is value for state, name, value in self._seen)
 
 
-def bundled(params: Sequence[Parameter], states: Sequence[State]) -> list[Bundle]:
+def bundled(params: Sequence[Parameter], states: Sequence[State], backend: str = "auto") -> list[Bundle]:
     """Parameters and their states in bundles of stacks."""
     bundles: dict[Any, list[int]] = {}
     for i, p in enumerate(params):
@@ -96,13 +124,13 @@ def bundled(params: Sequence[Parameter], states: Sequence[State]) -> list[Bundle
     found = []
     for indices in bundles.values():
         order = sorted(indices, key=lambda i: _kind(params[i], states[i]))  # stable: equal ones keep their order
-        found.append(Bundle([params[i] for i in order], [states[i] for i in order]))
+        found.append(Bundle([params[i] for i in order], [states[i] for i in order], backend))
     return found
 
 
 def _kind(p: Parameter, state: State) -> tuple[Any, ...]:
     """What parameters must have in common to be stacked."""
-    return matrix_shape(p), str(p.dtype), tuple(state)
+    return tuple(p.shape), str(p.dtype), tuple(state)
 
 
 def _runs(params: Sequence[Parameter], states: Sequence[State]) -> list[slice]:
@@ -126,8 +154,3 @@ def _stacked(name: str, states: Sequence[State]) -> Tensor:
     for state, row in zip(states, together.unbind(), strict=True):
         state[name] = row
     return together
-
-
-def _real(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return torch.view_as_real(x) if x.is_complex() else x

@@ -7,11 +7,13 @@ that use it; those below ask the same questions, in the same terms. EXCLUDED has
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from unittest import SkipTest
 
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
@@ -26,7 +28,7 @@ from torch.testing._internal.common_optimizers import (
 )
 from torch.testing._internal.common_utils import TestCase
 
-from lodo import LODO, Mixing
+from lodo import LODO, KronLODO, Mixing
 
 EXCLUDED = {
     "foreach, fused and differentiable variants agree": "LODO has none of the three flags: groups are flat vectors",
@@ -75,32 +77,76 @@ def error_inputs(device, dtype):
         one([x], "unknown family", "preconditioner must be", preconditioner="magic"),
         one([x], "check_sync_every of 0", "check_sync_every must be an integer >= 1, got 0", check_sync_every=0),
         one([x], "unknown on_reshard", "on_reshard must be one of 'raise', 'restart', got 'x'", on_reshard="x"),
-        one([sparse], "sparse", "does not support sparse", RuntimeError, OptimizerErrorEnum.STEP_ERROR),
+        one([sparse], "sparse", "sparse gradients are not supported", RuntimeError, OptimizerErrorEnum.STEP_ERROR),
     ]
 
 
-INFO = OptimizerInfo(
-    LODO,
-    optim_inputs_func=inputs,
-    optim_error_inputs_func=error_inputs,
-    scheduler_inputs=(
-        [lambda opt: StepLR(opt, gamma=0.9, step_size=10)],
-        [lambda opt: ExponentialLR(opt, gamma=0.99), lambda opt: ReduceLROnPlateau(opt)],
-        [lambda opt: LinearLR(opt, start_factor=0.4, total_iters=4), lambda opt: CosineAnnealingLR(opt, T_max=40)],
-    ),
-    supported_impls=(),
-    not_og_supported_flags=(),
-    supports_sparse=False,
-    supports_multiple_devices=False,
+def kron_inputs(device, dtype=None):
+    def one(desc, **options):
+        return OptimizerInput(params=None, kwargs={"lr": 0.02, **options}, desc=desc)
+
+    return [
+        OptimizerInput(params=None, kwargs={}, desc="default"),
+        one("non-default lr"),
+        one("tensor lr", lr=torch.tensor(0.01)),
+        one("non-zero weight_decay", weight_decay=0.1),
+        one("maximize", weight_decay=0.1, maximize=True),
+        one("reference", backend="reference"),
+        one("orthogonal", basis="orthogonal"),
+        one("Adam", basis="none", gains=False, gate=False),
+        one("SOAP", gains=False, gate=False, refresh_every=3),
+        one("greedy", anneal=0.0, meta_lr=0.1, gate_lr=0.1),
+    ]
+
+
+def kron_error_inputs(device, dtype):
+    x = Parameter(torch.zeros(2, device=device, dtype=dtype))
+    sparse = Parameter(torch.zeros(2, device=device, dtype=dtype))
+    sparse.grad = torch.ones_like(sparse).detach().to_sparse()
+
+    def one(params, desc, regex, kind=ValueError, on=OptimizerErrorEnum.CONSTRUCTION_ERROR, **options):
+        given = OptimizerInput(params=params, kwargs=options, desc=desc)
+        return ErrorOptimizerInput(given, error_on=on, error_type=kind, error_regex=regex)
+
+    return [
+        *get_error_inputs_for_all_optims(device, dtype),
+        one([x], "negative lr", "lr must be a finite number", lr=-1.0),
+        one([x], "beta of 1", r"betas\[0\] must be a finite number", betas=(1.0, 0.9)),
+        one([x], "unknown basis", "basis must be one of", basis="magic"),
+        one([sparse], "sparse", "sparse gradients are not supported", RuntimeError, OptimizerErrorEnum.STEP_ERROR),
+    ]
+
+
+SCHEDULERS = (
+    [lambda opt: StepLR(opt, gamma=0.9, step_size=10)],
+    [lambda opt: ExponentialLR(opt, gamma=0.99), lambda opt: ReduceLROnPlateau(opt)],
+    [lambda opt: LinearLR(opt, start_factor=0.4, total_iters=4), lambda opt: CosineAnnealingLR(opt, T_max=40)],
 )
+INFOS = [
+    OptimizerInfo(
+        kind,
+        optim_inputs_func=given,
+        optim_error_inputs_func=errors,
+        scheduler_inputs=SCHEDULERS,
+        supported_impls=(),
+        not_og_supported_flags=(),
+        supports_sparse=False,
+        supports_multiple_devices=several,
+    )
+    for kind, given, errors, several in (
+        (LODO, inputs, error_inputs, False),
+        (KronLODO, kron_inputs, kron_error_inputs, True),
+    )
+]
+OF_THE_OPTIMIZER = ("backend", "recipe", "nonfinite")
 
 
-def made(settings: OptimizerInput, params) -> LODO:
-    return LODO(params, **copy.deepcopy(settings.kwargs))
+def made(info: OptimizerInfo, settings: OptimizerInput, params) -> Optimizer:
+    return info.optim_cls(params, **copy.deepcopy(settings.kwargs))
 
 
-def lr_of(settings: OptimizerInput) -> float:
-    return float(settings.kwargs.get("lr", 1.0))
+def lr_of(info: OptimizerInfo, settings: OptimizerInput) -> float:
+    return float(settings.kwargs.get("lr", inspect.signature(info.optim_cls).parameters["lr"].default))
 
 
 def points(device, dtype) -> list[Parameter]:
@@ -108,7 +154,7 @@ def points(device, dtype) -> list[Parameter]:
     return [Parameter(torch.randn(shape, device=device, dtype=dtype)) for shape in ((3, 2), (4,), ())]
 
 
-def advance(opt: LODO, params: list[Parameter], steps: int = 1, seed: int = 0) -> None:
+def advance(opt: Optimizer, params: list[Parameter], steps: int = 1, seed: int = 0) -> None:
     rng = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for p in params:
@@ -119,28 +165,28 @@ def advance(opt: LODO, params: list[Parameter], steps: int = 1, seed: int = 0) -
 class TestExaminer(TestCase):
     """What torch asks of its own optimizers."""
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_errors(self, device, dtype, optim_info):
         for case in optim_info.optim_error_inputs_func(device, dtype):
             given = case.optimizer_error_input
             params = [Parameter(torch.randn(1, device=device))] if given.params is None else given.params
             if case.error_on == OptimizerErrorEnum.STEP_ERROR:
                 with self.assertRaisesRegex(case.error_type, case.error_regex):
-                    LODO(params, **given.kwargs).step()
+                    optim_info.optim_cls(params, **given.kwargs).step()
             elif issubclass(case.error_type, Warning):
                 with self.assertWarnsRegex(case.error_type, case.error_regex):
-                    LODO(params, **given.kwargs)
+                    optim_info.optim_cls(params, **given.kwargs)
             else:
                 with self.assertRaisesRegex(case.error_type, case.error_regex):
-                    LODO(params, **given.kwargs)
+                    optim_info.optim_cls(params, **given.kwargs)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_there_are_no_other_implementations(self, device, dtype, optim_info):
         """None of torch's global flags (foreach, fused, differentiable) multiplies the configurations."""
         found = _get_optim_inputs_including_global_cliquey_kwargs(device, dtype, optim_info)
         self.assertEqual([x.desc for x in found], [x.desc for x in optim_info.optim_inputs_func(device)])
 
-    @optims([INFO], dtypes=[torch.float32, torch.float64])
+    @optims(INFOS, dtypes=[torch.float32, torch.float64])
     def test_it_goes_the_right_way_with_every_scheduler(self, device, dtype, optim_info):
         """Torch's `test_forloop_goes_right_direction`, in its sizes and steps; also for parameters with gaps."""
         for settings in optim_info.optim_inputs_func(device, dtype):
@@ -151,7 +197,7 @@ class TestExaminer(TestCase):
                     drawn = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
                     weight, bias = (Parameter(x[..., 0] if gaps else x) for x in drawn)
                     x = torch.randn(5, device=device, dtype=dtype)
-                    opt = made(settings, [weight, bias])
+                    opt = made(optim_info, settings, [weight, bias])
                     chain = [make(opt) for make in schedulers]
                     values = []
                     for _ in range(21):
@@ -167,24 +213,24 @@ class TestExaminer(TestCase):
                     else:
                         self.assertLess(values[-1], values[0])
 
-    @optims([INFO], dtypes=[torch.float64])
+    @optims(INFOS, dtypes=[torch.float64])
     def test_param_groups_have_their_own_lr_and_weight_decay(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
             a, b = points(device, dtype)[:2]
             groups = [{"params": [a], "lr": 0.0}, {"params": [b], "weight_decay": 0.25}]
-            opt = made(settings, groups)
+            opt = made(optim_info, settings, groups)
             before = [p.detach().clone() for p in (a, b)]
             a.grad, b.grad = torch.ones_like(a), torch.zeros_like(b)
             opt.step()
             self.assertEqual(a, before[0], rtol=0, atol=0)
-            self.assertEqual(b, (1 - 0.25 * lr_of(settings)) * before[1])
+            self.assertEqual(b, (1 - 0.25 * lr_of(optim_info, settings)) * before[1])
             self.assertEqual(opt.param_groups[0].keys(), opt.param_groups[1].keys())
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_groups_learn_with_options_of_their_own(self, device, dtype, optim_info):
         """Torch's `test_param_groups_lr` and `test_param_groups_weight_decay`."""
         for settings in optim_info.optim_inputs_func(device, dtype):
-            outer = {k: v for k, v in settings.kwargs.items() if k in ("backend", "recipe")}
+            outer = {k: v for k, v in settings.kwargs.items() if k in OF_THE_OPTIMIZER}
             own = {"lr": 1e-3, **{k: v for k, v in settings.kwargs.items() if k not in outer}}
             for decay in (False, True):
                 torch.manual_seed(1)
@@ -197,7 +243,7 @@ class TestExaminer(TestCase):
                     groups = [{"params": [weight], **own}, {"params": [bias], **own, "weight_decay": 0.0}]
                 else:
                     groups = [{"params": [weight, bias], **own}, {"params": [idle]}]
-                opt = LODO(groups, **{"lr": 1e-28, **outer})
+                opt = optim_info.optim_cls(groups, **{"lr": 1e-28, **outer})
                 values = []
                 for _ in range(20):
                     opt.zero_grad()
@@ -209,12 +255,12 @@ class TestExaminer(TestCase):
                 self.assertEqual(values[-1] > values[0], bool(settings.kwargs.get("maximize")), msg=settings.desc)
                 self.assertEqual(idle, before)
 
-    @optims([INFO], dtypes=[torch.complex64, torch.complex128])
+    @optims(INFOS, dtypes=[torch.complex64, torch.complex128])
     def test_complex_parameters_are_pairs_of_reals(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
             z = points(device, dtype)
             pairs = [Parameter(torch.view_as_real(p.detach()).clone()) for p in z]
-            complex_, real = made(settings, z), made(settings, pairs)
+            complex_, real = made(optim_info, settings, z), made(optim_info, settings, pairs)
             for t in range(4):
                 advance_by = [torch.randn_like(p, requires_grad=False) for p in z]
                 for p, q, g in zip(z, pairs, advance_by, strict=True):
@@ -223,21 +269,21 @@ class TestExaminer(TestCase):
                 real.step()
                 self.assertEqual([torch.view_as_real(p.detach()) for p in z], pairs, msg=f"{settings.desc}, {t}")
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_a_step_without_gradients_is_none(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
             params = points(device, dtype)
-            opt = made(settings, params)
+            opt = made(optim_info, settings, params)
             before = copy.deepcopy(params)
             opt.step()
             self.assertEqual(params, before, rtol=0, atol=0)
             self.assertEqual(len(opt.state), 0)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_zero_gradients_move_nothing_but_decay(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
             params = points(device, dtype)
-            opt = made(settings, params)
+            opt = made(optim_info, settings, params)
             before = copy.deepcopy(params)
             for p in params:
                 p.grad = torch.zeros_like(p)
@@ -246,19 +292,19 @@ class TestExaminer(TestCase):
                 all(map(torch.equal, params, before)), not settings.kwargs.get("weight_decay"), msg=settings.desc
             )
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_it_can_be_printed(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
-            opt = made(settings, points(device, dtype))
+            opt = made(optim_info, settings, points(device, dtype))
             text = str(opt)
             self.assertTrue(all(f"{key}:" in text for key in opt.param_groups[0] if key != "params"))
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_a_loaded_state_goes_on_in_the_same_way(self, device, dtype, optim_info):
         """State dicts as they are, through a file with weights_only, to named parameters and back."""
         for settings in optim_info.optim_inputs_func(device, dtype):
             params = points(device, dtype)
-            opt = made(settings, params)
+            opt = made(optim_info, settings, params)
             advance(opt, params, 3)
             state = copy.deepcopy(opt.state_dict())
             buffer = io.BytesIO()
@@ -268,7 +314,7 @@ class TestExaminer(TestCase):
                 for named in (False, True):
                     twins = copy.deepcopy(params)
                     given = [(f"x{j}", p) for j, p in enumerate(twins)] if named else twins
-                    other = made(settings, given)
+                    other = made(optim_info, settings, given)
                     other.load_state_dict(copy.deepcopy(saved))
                     self.assertEqual(other.state_dict()["state"], saved["state"], rtol=0, atol=0)
                     original = copy.deepcopy((params, opt))
@@ -276,19 +322,19 @@ class TestExaminer(TestCase):
                     advance(other, twins, 3, seed=1)
                     self.assertEqual(original[0], twins, rtol=0, atol=0)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_runs_are_deterministic(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
             runs = [points(device, dtype) for _ in range(2)]
             for params in runs:
-                advance(made(settings, params), params, 4)
+                advance(made(optim_info, settings, params), params, 4)
             self.assertEqual(*runs, rtol=0, atol=0)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_deepcopy_copies_all_public_attributes(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
             params = points(device, dtype)
-            opt = made(settings, params)
+            opt = made(optim_info, settings, params)
             advance(opt, params, 2)
             twin = copy.deepcopy(opt)
             public = sorted(name for name in vars(opt) if not name.startswith("_"))
@@ -297,19 +343,19 @@ class TestExaminer(TestCase):
             for name in set(public) - {"state", "param_groups", "defaults"}:
                 self.assertEqual(getattr(opt, name), getattr(twin, name), rtol=0, atol=0, msg=name)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_no_state_is_empty_after_a_step(self, device, dtype, optim_info):
         """Torch's `test_non_empty_state`; and no parameter is left out."""
         for settings in optim_info.optim_inputs_func(device, dtype):
             model = torch.nn.Linear(5, 5, device=device, dtype=dtype)
-            opt = made(settings, model.parameters())
+            opt = made(optim_info, settings, model.parameters())
             model(torch.rand(2, 5, device=device, dtype=dtype)).sum().backward()
             opt.step()
             self.assertEqual(set(opt.state), set(model.parameters()))
             for state in opt.state.values():
                 self.assertGreater(len(state), 0)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_states_of_equal_runs_are_equal(self, device, dtype, optim_info):
         """Torch's `test_state_dict_deterministic`, with its clause on repeated parameters (torch's issue 36831)."""
 
@@ -328,11 +374,11 @@ class TestExaminer(TestCase):
         for settings in optim_info.optim_inputs_func(device, dtype):
             for first, second in ((False, False), (False, True), (True, False), (True, True)):
                 params = [Parameter(torch.randn(s, device=device, dtype=dtype)) for s in ((2, 3), (2,))]
-                opt = made(settings, listed(params, first))
+                opt = made(optim_info, settings, listed(params, first))
                 for _ in range(10):
                     train(opt, *params, x)
                 twins = [Parameter(p.detach().clone()) for p in params]
-                twin = made(settings, listed(twins, second))
+                twin = made(optim_info, settings, listed(twins, second))
                 twin.load_state_dict(copy.deepcopy(opt.state_dict()))
                 for _ in range(10):
                     train(opt, *params, x)
@@ -343,14 +389,14 @@ class TestExaminer(TestCase):
                 twin.param_groups.extend(twin.param_groups)
                 self.assertEqual(nameless(opt.state_dict())[-1], nameless(twin.state_dict())[-1])
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_a_state_without_newer_flags_loads(self, device, dtype, optim_info):
         """Torch's `test_can_load_older_state_dict`: a state of before `maximize` and others."""
         for settings in optim_info.optim_inputs_func(device, dtype):
             model = torch.nn.Sequential(torch.nn.Conv2d(4, 2, 1, stride=2), torch.nn.BatchNorm2d(2))
             model.to(device=device, dtype=dtype)
             x = torch.rand(1, 4, 16, 16, device=device, dtype=dtype)
-            opt = made(settings, model.parameters())
+            opt = made(optim_info, settings, model.parameters())
 
             def train(opt, model=model, x=x):
                 opt.zero_grad()
@@ -366,12 +412,12 @@ class TestExaminer(TestCase):
             opt.load_state_dict(old)
             train(opt)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_a_step_count_that_is_no_tensor_loads(self, device, dtype, optim_info):
         """Torch's `test_load_nontensor_step`; and one that is a tensor, as it is on devices."""
         for settings in optim_info.optim_inputs_func(device, dtype):
             params = points(device, dtype)
-            opt = made(settings, params)
+            opt = made(optim_info, settings, params)
             advance(opt, params, 3)
             for kind in (lambda step: step.item() if torch.is_tensor(step) else step, torch.as_tensor):
                 state = copy.deepcopy(opt.state_dict())
@@ -381,11 +427,11 @@ class TestExaminer(TestCase):
                 opt.load_state_dict(state)
                 advance(opt, params)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_hooks(self, device, dtype, optim_info):
         settings = optim_info.optim_inputs_func(device, dtype)[1]
         params, log = points(device, dtype), []
-        opt = made(settings, params)
+        opt = made(optim_info, settings, params)
         handles = [
             opt.register_step_pre_hook(lambda o, args, kwargs: log.append("pre")),
             opt.register_step_post_hook(lambda o, args, kwargs: log.append("post")),
@@ -406,28 +452,28 @@ class TestExaminer(TestCase):
         opt.load_state_dict(opt.state_dict())
         self.assertEqual(log, expected)
 
-    @optims([INFO], dtypes=[torch.float64])
+    @optims(INFOS, dtypes=[torch.float64])
     def test_a_tensor_lr_is_a_number(self, device, dtype, optim_info):
         for settings in optim_info.optim_inputs_func(device, dtype):
             numbers, tensors = points(device, dtype), points(device, dtype)
-            lr = lr_of(settings)
-            a = LODO(numbers, **{**settings.kwargs, "lr": lr})
-            b = LODO(tensors, **{**settings.kwargs, "lr": torch.tensor(lr, dtype=dtype)})
+            lr = lr_of(optim_info, settings)
+            a = optim_info.optim_cls(numbers, **{**settings.kwargs, "lr": lr})
+            b = optim_info.optim_cls(tensors, **{**settings.kwargs, "lr": torch.tensor(lr, dtype=dtype)})
             advance(a, numbers, 3)
             advance(b, tensors, 3)
             self.assertEqual(numbers, tensors, rtol=0, atol=0)
             self.assertIsInstance(b.param_groups[0]["lr"], torch.Tensor)
 
-    @optims([INFO], dtypes=[torch.float32])
+    @optims(INFOS, dtypes=[torch.float32])
     def test_a_state_moves_with_its_parameters_to_another_device(self, device, dtype, optim_info):
         if not torch.cuda.is_available():
             raise SkipTest("needs CUDA")
         for settings in optim_info.optim_inputs_func(device, dtype):
             params = points(device, dtype)
-            opt = made(settings, params)
+            opt = made(optim_info, settings, params)
             advance(opt, params, 2)
             moved = [Parameter(p.detach().cuda()) for p in params]
-            other = LODO(moved, **{**settings.kwargs, "backend": "auto"})
+            other = optim_info.optim_cls(moved, **{**settings.kwargs, "backend": "auto"})
             other.load_state_dict(opt.state_dict())
             tensors = [x for x in other.state[moved[0]].values() if isinstance(x, torch.Tensor)]
             self.assertTrue(all(x.is_cuda for x in tensors))

@@ -65,9 +65,10 @@ def apart(a, b):
     ],
     ids=str,
 )
-def test_it_follows_its_equations(options):
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_it_follows_its_equations(options, backend):
     params = drawn()
-    opt = KronLODO(params, **options)
+    opt = KronLODO(params, backend=backend, **options)
     told = dict(options)
     oracle = KronOracle([p.detach() for p in params], kronecker=told.pop("basis", "") != "none", **told)
     rng = torch.Generator().manual_seed(1)

@@ -1,8 +1,7 @@
 """Groups on a device other than the CPU: a step never waits for it, and a refused step changes nothing there.
 
-There is no such device here. `FakeTensorMode` runs the step on CUDA tensors that have shapes but no values, and raises
-where a value would be needed, which is where a real program would wait. What the numbers on a device do is checked on
-the CPU, by an engine that keeps them as tensors as if it were on a device.
+There is no such device here: `fake_cuda` stands in for one. What the numbers on a device do is checked on the CPU, by
+an engine that keeps them as tensors as if it were on a device.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from fake_cuda import fake_cuda
 from helpers import difference, parameter
 from lodo import LODO, Mixing
 from lodo.engines import ReferenceEngine
@@ -35,56 +34,9 @@ OPTIONS = {
 }
 
 
-def taken(x, index):
-    """``x[index]`` by torch's operators."""
-    dim = 0
-    for one in index if isinstance(index, tuple) else (index,):
-        if one is None:
-            x = x.unsqueeze(dim)
-        elif isinstance(one, int):
-            x = x.select(dim, one)
-            continue
-        elif isinstance(one, slice):
-            assert one.step is None
-            x = torch.ops.aten.slice.Tensor(x, dim, one.start, one.stop)
-        else:
-            x = torch.ops.aten.index.Tensor(x, [None] * dim + [one.long()])
-        dim += 1
-    return x
-
-
-class WithoutCuda(TorchFunctionMode):
-    """A build of torch for CPUs has no guard for CUDA devices.
-
-    Python's ways to copy and to index ask for one, even of fake tensors; torch's operators do not.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.copy_:
-            return torch.ops.aten.copy_.default(*args, **kwargs)
-        if func is torch.Tensor.__getitem__:
-            return taken(*args)
-        if func is torch.Tensor.__setitem__:
-            x, index, value = args
-            value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
-            torch.ops.aten.copy_.default(taken(x, index), value)
-            return None
-        if func is torch.Tensor.to:
-            x, *where = args
-            for one in where:
-                kwargs["dtype" if isinstance(one, torch.dtype) else "device"] = one
-            kwargs.pop("copy", None)
-            return torch.ops.aten._to_copy.default(x, **kwargs)
-        if func in (torch.Tensor.double, torch.Tensor.long, torch.Tensor.float, torch.Tensor.int):
-            dtype = getattr(torch, func.__name__)
-            return torch.ops.aten._to_copy.default(args[0], dtype=dtype)
-        return func(*args, **kwargs)
-
-
 @pytest.fixture
 def cuda():
-    with FakeTensorMode() as mode, WithoutCuda():
+    with fake_cuda() as mode:
         yield mode
 
 

@@ -16,7 +16,17 @@ from lodo.engines.base import Engine, Footprint, Lesson
 from lodo.engines.reference import ReferenceEngine
 from lodo.families import Mixing, Preconditioner
 
-__all__ = ["BACKENDS", "ENGINES", "Engine", "Footprint", "Lesson", "ReferenceEngine", "engine_for", "has_numba"]
+__all__ = [
+    "BACKENDS",
+    "ENGINES",
+    "Engine",
+    "Footprint",
+    "Lesson",
+    "ReferenceEngine",
+    "check_backend",
+    "engine_for",
+    "has_numba",
+]
 
 BACKENDS = ("auto", "reference", "numba")
 

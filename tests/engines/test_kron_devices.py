@@ -1,0 +1,114 @@
+"""KronLODO on a device other than the CPU: a step never waits for it, and a refused step changes nothing there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.nn import Parameter
+
+import lodo.kron
+from fake_cuda import fake_cuda
+from lodo import KronLODO
+
+OPTIONS = {
+    "untouched": {},
+    "orthogonal": {"basis": "orthogonal"},
+    "without bases": {"basis": "none"},
+    "without gains": {"gains": False},
+    "without gate": {"gate": False},
+    "SOAP": {"gains": False, "gate": False, "refresh_every": 2},
+    "greedy": {"anneal": 0.0},
+    "weight decay": {"weight_decay": 0.1, "maximize": True},
+}
+SHAPES = [(6, 4), (6, 4), (5, 3, 2, 2), (9,), ()]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_on_a_device_never_waits_for_it(name):
+    with fake_cuda():
+        params = [Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+        opt = KronLODO(params, nonfinite="skip", **OPTIONS[name])
+        for step in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, device="cuda")
+            if step == 2:
+                params[1].grad = None
+            opt.param_groups[0]["lr"] = 0.1 / (step + 1)
+            opt.step()
+        assert {value.device.type for p in params for value in (p, *opt.state[p].values())} == {"cuda"}
+        with pytest.raises(DataDependentOutputException):
+            _ = opt.skipped_steps  # which has to wait
+
+
+def test_a_tensor_lr_stays_on_the_device():
+    with fake_cuda():
+        x = Parameter(torch.randn(4, 3, device="cuda"))
+        opt = KronLODO([x], nonfinite="skip")
+        opt.param_groups[0]["lr"] = torch.full((), 0.1, device="cuda")
+        for _ in range(3):
+            x.grad = torch.randn(4, 3, device="cuda")
+            opt.step()
+
+
+# ---------------------------------------------------------------- the same numbers, with values
+
+
+@pytest.fixture
+def as_if_on_a_device(monkeypatch):
+    """The decision stays a tensor on the CPU too."""
+    monkeypatch.setattr(lodo.kron, "is_host", lambda device: False)
+
+
+def trained(steps, bad=None, **options):
+    rng = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=rng, dtype=torch.float64)) for shape in SHAPES]
+    opt = KronLODO(params, backend="reference", **options)
+    for step in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=rng, dtype=p.dtype)
+        opt.step()
+        if step == bad:
+            for p in params:
+                p.grad = torch.full_like(p, math.nan) if p.dim() == 1 else torch.ones_like(p)
+            opt.step()
+    return params, opt
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_numbers_on_a_device_give_the_same_run(name, monkeypatch):
+    expected, _ = trained(15, **OPTIONS[name])
+    monkeypatch.setattr(lodo.kron, "is_host", lambda device: False)
+    found, opt = trained(15, **OPTIONS[name])
+    assert opt._refused is not None
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-8, atol=0)
+
+
+@pytest.mark.usefixtures("as_if_on_a_device")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_refused_step_changes_nothing(name):
+    """A refused step counts towards the next refresh of the bases, so there is none here."""
+    options = {**OPTIONS[name], "nonfinite": "skip", "refresh_every": 100}
+    expected, plain = trained(15, **options)
+    found, opt = trained(15, bad=6, **options)
+    assert all(map(torch.equal, found, expected))
+    for a, b in zip(found, expected, strict=True):
+        ours, theirs = opt.state[a], plain.state[b]
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items() if name != "skipped")
+    assert (opt.skipped_steps, plain.skipped_steps) == (1, 0)
+
+
+@pytest.mark.usefixtures("as_if_on_a_device")
+def test_an_error_comes_with_the_next_step():
+    x = Parameter(torch.ones(3, 2))
+    opt = KronLODO([x])
+    x.grad = torch.full((3, 2), math.nan)
+    opt.step()
+    x.grad = torch.ones(3, 2)
+    with pytest.raises(FloatingPointError, match="a gradient of the last step was not finite or too large"):
+        opt.step()
+    opt.step()
+    assert opt.skipped_steps == 1
