@@ -18,14 +18,15 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import dask
 import distributed
+import psutil
 from dask.system import CPU_COUNT
 
 from lodo._checks import check_int
@@ -267,13 +268,30 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
 
 
 def _kill_workers(scratch: str) -> None:
-    """Kill this process's workers, also those that Dask is just starting, and delete their files."""
-    while workers := multiprocessing.active_children():
+    """Kill this process's workers, also those that Dask is just starting, and delete their files.
+
+    Dask replaces workers that have died. One that starts while this process ends would say that it has lost its parent.
+    """
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(_refuse_to_start)  # type: ignore[method-assign, assignment]
+    while workers := [child for child in psutil.Process().children() if "spawn_main" in " ".join(_command(child))]:
         for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.join()
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+        psutil.wait_procs(workers)
     shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _refuse_to_start(process: object) -> NoReturn:
+    raise RuntimeError(f"{process} cannot be started: the command is ending")
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """The command line of a process; nothing of one that has ended."""
+    try:
+        words: list[str] = process.cmdline()
+        return words if process.status() != psutil.STATUS_ZOMBIE else []
+    except psutil.NoSuchProcess:
+        return []
 
 
 @contextmanager
