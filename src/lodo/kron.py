@@ -5,7 +5,7 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     X  = P' G Q
     c += meta_lr Adam[ <X, S> / (|X| |S|) ]         S the last direction: W moved by -lr e^c S, dl/dc = -lr e^c <X, S>
     w += gate_lr Adam[ <X, D> / (|X| |S|) ]         D = dS/dw of the last step; w within [0, 1], starts at 1
-    c  = max(c, its highest so far - log(1 + t / t0) / 2)
+    c  within bounds that anneal                    as 1 / sqrt(1 + t / anneal), see `bounds`
     A, B = averages of G G', G' G
     P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps
     M, V = averages of X, X^2
@@ -44,6 +44,8 @@ from lodo.stacks import Bundle, Stack, State, as_real, bundled, matrix_shape, st
 BASES = ("kronecker", "orthogonal", "none")
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
+FREE = 300  # steps at the beginning in which gains may fall: lr may be too large
+LONGEST = 0.03  # the largest lr e^c: how far a step may move the weights, in the root mean square
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
 
 # ---------------------------------------------------------------- the equations, on stacks of matrices
@@ -254,10 +256,11 @@ def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tenso
     learning = (t > 0) & ok
     if "gain" in numbers:
         c = _learned(numbers, "gain", t, -alignment, options["meta_lr"], learning, GAIN_BETA2)
-        highest = torch.maximum(numbers["gain_highest"], c)
-        floor = highest - allowed_fall(options, t)
-        numbers["gain_highest"].copy_(highest)
-        numbers["gain"].copy_(torch.maximum(c, floor).clamp(-WIDEST, WIDEST))
+        fall, ceiling = bounds(options, t)
+        c = torch.minimum(c, ceiling)
+        highest = torch.where(t < FREE, c, torch.maximum(numbers["gain_highest"], c))
+        numbers["gain_highest"].copy_(kept(ok, highest, numbers["gain_highest"]))
+        numbers["gain"].copy_(kept(ok, torch.maximum(c, highest - fall).clamp(-WIDEST, WIDEST), numbers["gain"]))
     if "gate" in numbers:
         w = _learned(numbers, "gate", t, -gate_slope, options["gate_lr"], learning)
         numbers["gate"].copy_(w.clamp(0, 1))
@@ -277,17 +280,23 @@ def _learned(
     return value
 
 
-def allowed_fall(options: Options, t: Tensor) -> Tensor:
-    """How far c may be below its highest, so that lr e^c falls no faster than 1 / sqrt(1 + t / anneal).
+def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
+    """How far c may fall below its highest, and how high it may rise.
 
-    If a schedule takes lr down, c need not fall as well.
+    Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
+    falls no faster than 1 / sqrt(1 + t / anneal) from its highest after the first `FREE` steps; if a schedule takes lr
+    down, c need not fall as well.
+    On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
+    So lr e^c stays below `LONGEST`, or lr if that is larger, over the same root.
     """
-    if options["anneal"] == 0:
-        return torch.full_like(t, math.inf)
     lr = options["lr"]
     options["peak_lr"] = peak = largest(options["peak_lr"], lr)
-    scheduled = logarithm(peak / lr) if isinstance(lr, Tensor) or lr > 0 else math.inf
-    return (0.5 * torch.log1p(t / options["anneal"]) - scheduled).clamp(min=0)
+    annealed = 0.5 * torch.log1p(t / options["anneal"]) if options["anneal"] else torch.full_like(t, math.inf)
+    if not isinstance(lr, Tensor) and lr == 0:
+        return torch.zeros_like(t), torch.full_like(t, math.inf)
+    fall = (annealed - logarithm(peak / lr)).clamp(min=0)
+    ceiling = logarithm(largest(LONGEST, peak) / lr) - torch.where(annealed < math.inf, annealed, 0)
+    return fall, ceiling
 
 
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> Tensor:
@@ -384,9 +393,9 @@ class KronLODO(Optimizer):
         gains: learn a gain a tensor.
         gate: learn how much of the average M and how much of the gradient itself makes the direction.
         gate_lr: the rate at which the gate is learned.
-        anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
-            for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
-            runs.
+        anneal: after 300 steps, a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``.
+            ``math.inf`` keeps them up, for a schedule to bring them down; 0 lets them fall as the hypergradient wants,
+            which is too fast for long runs.
         max_dim: larger dimensions have no basis.
         refresh_every: the bases follow the covariances every so many steps.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.

@@ -38,7 +38,7 @@ __all__ = [
     "with_settings",
 ]
 
-COSTS = LINEAR, LOGLINEAR, _, QUADRATIC = "O(n)", "O(n log n)", "O(n^1.5)", ">= O(n^2)"
+COSTS = LINEAR, LOGLINEAR, KRONECKER, QUADRATIC = "O(n)", "O(n log n)", "O(n^1.5)", ">= O(n^2)"
 
 Factory = Callable[..., "Optimizer"]  # (task, seed, **hyperparameters)
 
@@ -116,6 +116,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "lodo_frozen": OptimizerEntry(
         "LODO, frozen", LOGLINEAR, _of_params_and_seed("lodo.lab.optimizers.frozen:FrozenLODO")
     ),
+    "kron_lodo": OptimizerEntry("KronLODO", KRONECKER, _of_params("lodo:KronLODO")),
     "bfgs": OptimizerEntry("BFGS", QUADRATIC, _of_params("lodo.lab.optimizers.second_order:BFGS")),
     "lm": OptimizerEntry(
         "Levenberg-Marquardt", QUADRATIC, _of_params_and_hessian("lodo.lab.optimizers.second_order:LevenbergMarquardt")
