@@ -23,7 +23,7 @@ class KronOracle:
         self.gains, self.gate, self.gate_lr, self.anneal = gains, gate, gate_lr, anneal
         self.refresh_every = refresh_every
         self.noise = 1e-5 if kronecker else 0.0
-        self.t, self.peak, self.free = 0, 0.0, 300
+        self.t, self.peak = 0, 0.0
         self.states = []
         for p in self.params:
             G = p.reshape(p.shape[0], -1) if p.dim() > 1 else p.reshape(1, -1)
@@ -85,7 +85,7 @@ class KronOracle:
             fall = math.log(1 + self.t / self.anneal) / 2 if self.anneal else math.inf
             ceiling = math.log(max(0.03, self.peak) / self.lr) - (fall if self.anneal else 0.0)
             s["c"] = min(s["c"], ceiling)
-            s["highest"] = max(s["highest"], s["c"]) if self.t >= self.free else s["c"]
+            s["highest"] = max(s["highest"], s["c"])
             s["c"] = max(s["c"], s["highest"] - max(fall - math.log(self.peak / self.lr), 0.0))
         if self.gate:
             s["w"] = min(max(s["w"] - self.gate_lr * self._adam(s["w_adam"], dw, 0.999), 0.0), 1.0)

@@ -44,7 +44,6 @@ from lodo.stacks import Bundle, Stack, State, as_real, bundled, matrix_shape, st
 BASES = ("kronecker", "orthogonal", "none")
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
-FREE = 300  # steps at the beginning in which gains may fall: lr may be too large
 LONGEST = 0.03  # the largest lr e^c: how far a step may move the weights, in the root mean square
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
 
@@ -258,7 +257,7 @@ def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tenso
         c = _learned(numbers, "gain", t, -alignment, options["meta_lr"], learning, GAIN_BETA2)
         fall, ceiling = bounds(options, t)
         c = torch.minimum(c, ceiling)
-        highest = torch.where(t < FREE, c, torch.maximum(numbers["gain_highest"], c))
+        highest = torch.maximum(numbers["gain_highest"], c)
         numbers["gain_highest"].copy_(kept(ok, highest, numbers["gain_highest"]))
         numbers["gain"].copy_(kept(ok, torch.maximum(c, highest - fall).clamp(-WIDEST, WIDEST), numbers["gain"]))
     if "gate" in numbers:
@@ -284,8 +283,7 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     """How far c may fall below its highest, and how high it may rise.
 
     Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
-    falls no faster than 1 / sqrt(1 + t / anneal) from its highest after the first `FREE` steps; if a schedule takes lr
-    down, c need not fall as well.
+    falls no faster than 1 / sqrt(1 + t / anneal) from its highest; if a schedule takes lr down, c need not fall too.
     On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
     So lr e^c stays below `LONGEST`, or lr if that is larger, over the same root.
     """
@@ -393,9 +391,9 @@ class KronLODO(Optimizer):
         gains: learn a gain a tensor.
         gate: learn how much of the average M and how much of the gradient itself makes the direction.
         gate_lr: the rate at which the gate is learned.
-        anneal: after 300 steps, a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``.
-            ``math.inf`` keeps them up, for a schedule to bring them down; 0 lets them fall as the hypergradient wants,
-            which is too fast for long runs.
+        anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
+            for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
+            runs.
         max_dim: larger dimensions have no basis.
         refresh_every: the bases follow the covariances every so many steps.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
