@@ -13,6 +13,7 @@ endef
 
 demo: .venv/lab
 	$(BIN)/lodo run bowl --quick
+	$(BIN)/lodo compare mlp --data digits --steps 300 --seeds 2 --optimizers 'kron_lodo, torch.AdamW, torch.AdamW(lr=0.01)'
 
 test: setup
 	$(MAKE) --no-print-directory --jobs=2 lint types docs
@@ -38,6 +39,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/networks.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/kron.py
 
 release-check: setup
 	$(BIN)/python tools/release_check.py

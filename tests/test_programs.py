@@ -40,8 +40,21 @@ def test_lodo_tracks_the_noisy_bowl_better_than_adam(tmp_path):
     assert sigma == pytest.approx(0.77, abs=0.03)
 
 
-def test_the_demo_is_a_quick_bowl():
-    assert "$(BIN)/lodo run bowl --quick\n" in (ROOT / "Makefile").read_text()
+def test_the_demo_is_a_quick_bowl_and_a_small_network():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "$(BIN)/lodo run bowl --quick\n" in makefile
+    assert "$(BIN)/lodo compare mlp --data digits" in makefile
+
+
+@pytest.mark.slow
+def test_benchmark_of_kron(tmp_path):
+    out = tmp_path / "kron.json"
+    command = [sys.executable, ROOT / "benchmarks" / "kron.py", "--quick", "--repeats", "1", "--out", out]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "bytes of state a weight" in text
+    found = json.loads(out.read_text())
+    assert found["bytes_a_weight"] == pytest.approx(14.4, abs=0.1)
+    assert all(ratio > 0 for ratio in found.values())
 
 
 @pytest.mark.slow
