@@ -1,6 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := .venv/lib/python3*/site-packages
+# One thread a process: the processes share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=worksteal
 
 # Bytecode is compiled once, on all cores: otherwise every command pays for it where PYTHONDONTWRITEBYTECODE is set.
 define install
@@ -17,7 +19,7 @@ demo: .venv/lab
 
 test: setup
 	$(MAKE) --no-print-directory --jobs=2 lint types docs
-	$(BIN)/python -m pytest --numprocesses=4 --dist=worksteal
+	$(PYTEST) --numprocesses=3
 
 lint: setup
 	$(BIN)/ruff check
@@ -27,7 +29,7 @@ types: setup
 	$(BIN)/mypy
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow --numprocesses=2 --dist=worksteal
+	$(PYTEST) --numprocesses=3 -m slow
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
