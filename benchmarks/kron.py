@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from operator import truediv
 from pathlib import Path
 from statistics import median
@@ -81,7 +82,7 @@ def ratios(shapes: Shapes, rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in opts}
     for number in range(rounds + 1):
         for name in opts:
-            spent = seconds_per_call(lambda name=name: ten_steps(name))  # type: ignore[misc]
+            spent = seconds_per_call(partial(ten_steps, name))
             if number:  # the first round warms up
                 seconds[name].append(spent)
     return {name: median(map(truediv, seconds["kron"], values)) for name, values in seconds.items() if name != "kron"}

@@ -46,11 +46,16 @@ def test_the_demo_is_a_quick_bowl_and_a_small_network():
     assert "$(BIN)/lodo compare mlp --data digits" in makefile
 
 
+def benchmark(name, folder, *options):
+    """What a benchmark prints, and the file it writes."""
+    out = folder / f"{name}.json"
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *options, "--out", out]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout, out
+
+
 @pytest.mark.slow
 def test_benchmark_of_kron(tmp_path):
-    out = tmp_path / "kron.json"
-    command = [sys.executable, ROOT / "benchmarks" / "kron.py", "--quick", "--repeats", "1", "--out", out]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text, out = benchmark("kron", tmp_path, "--quick", "--repeats", "1")
     assert "bytes of state a weight" in text
     found = json.loads(out.read_text())
     assert found["bytes_a_weight"] == pytest.approx(14.4, abs=0.1)
@@ -59,9 +64,7 @@ def test_benchmark_of_kron(tmp_path):
 
 @pytest.mark.slow
 def test_benchmark_writes_ratios(tmp_path):
-    out = tmp_path / "bench.json"
-    command = [sys.executable, ROOT / "benchmarks" / "bench.py", "--sizes", "300", "--repeats", "2", "--out", out]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text, out = benchmark("bench", tmp_path, "--sizes", "300", "--repeats", "2")
     assert "speed over plain autograd" in text
     result = json.loads(out.read_text())["results"]["300"]
     assert result["autograd_over_lodo"] > 0
@@ -82,9 +85,7 @@ def test_benchmark_measures_memory(variant, most):
 
 @pytest.mark.slow
 def test_benchmark_beside_networks(tmp_path):
-    out = tmp_path / "networks.json"
-    command = [sys.executable, ROOT / "benchmarks" / "networks.py", "--quick", "--repeats", "1", "--out", out]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text, out = benchmark("networks", tmp_path, "--quick", "--repeats", "1")
     assert "times as fast on fused kernels" in text
     result = json.loads(out.read_text())
     assert result["fused_gain"] > 0
@@ -96,9 +97,7 @@ def test_benchmark_beside_networks(tmp_path):
 
 @pytest.mark.slow
 def test_benchmark_of_training(tmp_path):
-    out = tmp_path / "training.json"
-    command = [sys.executable, ROOT / "benchmarks" / "training.py", "--size", "1000", "--repeats", "1", "--out", out]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text, out = benchmark("training", tmp_path, "--size", "1000", "--repeats", "1")
     assert "FSDP2" in text
     ratios = json.loads(out.read_text())["ratios"]
     assert 0.45 < ratios["fsdp_state_over_single"] < 0.55

@@ -37,6 +37,20 @@ def check_real(name: str, value: object, *, low: float, high: float = math.inf, 
         raise ValueError(f"{name} must be a finite number in {bounds}, got {value!r}")
 
 
+def check_betas(betas: object) -> None:
+    """Check the decays of two averages.
+
+    >>> check_betas((0.9, 1.0))
+    Traceback (most recent call last):
+    ...
+    ValueError: betas[1] must be a finite number in [0.0, 1.0), got 1.0
+    """
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers in [0.0, 1.0), got {betas!r}")
+    for i, beta in enumerate(betas):
+        check_real(f"betas[{i}]", beta, low=0.0, high=1.0)
+
+
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
     """Check that ``value`` is one of ``allowed``; an error suggests the closest one.
 

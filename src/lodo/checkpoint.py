@@ -293,6 +293,27 @@ def _modern_fingerprint(group: Group, seed: int, old: int) -> int:
 # ---------------------------------------------------------------- the optimizer's half
 
 
+def load_between(
+    optimizer: Optimizer,
+    state_dict: StateDict,
+    check: Callable[[Optimizer, StateDict], StateDict | None],
+    restore: Callable[[Optimizer], None],
+) -> None:
+    """Load a state as torch does; ``check`` comes right before that, and ``restore`` right after it.
+
+    Hooks of the user's run before the one and after the other.
+    """
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(check),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        Optimizer.load_state_dict(optimizer, state_dict)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class Resumable(Grouped):
     """The half of LODO that saves and loads."""
 
@@ -335,15 +356,7 @@ class Resumable(Grouped):
             for group, options, load in zip(self._groups, self.param_groups, found, strict=True):
                 self._restore(group, options, load)
 
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        load_between(self, state_dict, check, restore)
 
     def _restore(self, group: Group, options: Options, load: Load) -> None:
         """Replace what torch has cast by copies in the network's own dtype."""

@@ -1,4 +1,4 @@
-r"""KronLODO: LODO for networks. It learns one gain and one gate a tensor, in the bases of the gradients' covariances.
+r"""KronLODO: LODO for networks. It learns one gain and one gate per tensor, in the bases of the gradients' covariances.
 
 Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q orthogonal, ^ bias-corrected::
 
@@ -29,17 +29,18 @@ from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from lodo._checks import check_bool, check_choice, check_int, check_real
-from lodo.checkpoint import completed
+from lodo._checks import check_betas, check_bool, check_choice, check_int, check_real
+from lodo.checkpoint import completed, load_between
 from lodo.distributed import shard_of
 from lodo.engines import BACKENDS, check_backend
 from lodo.estimate import readable
 from lodo.group import Options, name_of
+from lodo.layout import real
 from lodo.meta import BETA1, BETA2, Learned
 from lodo.recipes import check_lr
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.scalars import Flag, largest, logarithm, plain
-from lodo.stacks import Bundle, Stack, State, as_real, bundled, matrix_shape, state_dtype
+from lodo.stacks import Bundle, Stack, State, bundled, matrix_shape, state_dtype
 
 BASES = ("kronecker", "orthogonal", "none")
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
@@ -119,15 +120,15 @@ def orthogonal(M: Tensor, steps: int = 5) -> Tensor:
 def fresh_state(p: Tensor, options: Options) -> State:
     """The state of a parameter before its first step."""
     dtype, shape = state_dtype(p), matrix_shape(p)
-    orthogonal_ = options["basis"] == "orthogonal" and shape[0] > 1  # a vector takes Adam's direction
+    is_orthogonal = options["basis"] == "orthogonal" and shape[0] > 1  # a vector takes Adam's direction
     numbers = ["step", "skipped"]
-    matrices = ["exp_avg"] if orthogonal_ else ["exp_avg", "exp_avg_sq"]
+    matrices = ["exp_avg"] if is_orthogonal else ["exp_avg", "exp_avg_sq"]
     if options["gains"]:
         numbers += ["gain", "gain_exp_avg", "gain_exp_avg_sq", "gain_highest", "length"]
     if _gated(options):
         numbers += ["gate", "gate_exp_avg", "gate_exp_avg_sq"] + ([] if options["gains"] else ["length"])
         matrices += ["scaled_grad"]
-    if options["gains"] and orthogonal_:
+    if options["gains"] and is_orthogonal:
         matrices += ["direction"]
     state = {name: torch.zeros((), dtype=dtype, device=p.device) for name in numbers}
     state |= {name: torch.zeros(shape, dtype=dtype, device=p.device) for name in matrices}
@@ -136,7 +137,7 @@ def fresh_state(p: Tensor, options: Options) -> State:
     if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
         state["norm_sq"] = torch.zeros((), dtype=dtype, device=p.device)
         for side, d in zip(("left", "right"), shape, strict=True):
-            if 1 < d <= options["max_dim"] and as_real(p).dim() > 1:
+            if 1 < d <= options["max_dim"] and real(p).dim() > 1:
                 state[f"{side}_covariance"] = torch.zeros(d, d, dtype=dtype, device=p.device)
                 state[f"{side}_basis"] = torch.eye(d, dtype=dtype, device=p.device)
     return state
@@ -165,7 +166,7 @@ def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """What makes M^ and R of the averages M and V: one number a parameter."""
+    """What turns the averages M and V into M^ and R: one number for each parameter."""
 
     mean: Tensor  # M^ = mean M
     root: Tensor  # R = root sqrt(V) + least
@@ -332,7 +333,7 @@ def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> N
 def next_step(options: Options, stack: Stack, X: Tensor, factors: Factors, rates: Tensor, ok: Flag) -> Tensor:
     """``rate S``, after X has entered the averages M and V; notes |S|."""
     rate, length = rates[stack.rows], stack.numbers.get("length")
-    if stack.fused is not None:
+    if stack.fused is not None and not isinstance(ok, Tensor):  # beside parameters on a device, it must be masked
         w = stack.numbers.get("gate", rate).numpy()
         step: Tensor
         step, norms = stack.fused.direction(X, options["betas"], *factors.arrays(stack), w, rate.numpy())
@@ -388,16 +389,16 @@ class KronLODO(Optimizer):
         maximize: maximize the objective instead.
         basis: ``"kronecker"`` (the eigenvectors of the gradients' covariances), ``"orthogonal"`` (Muon's direction; no
             gate is learned), or ``"none"`` (Adam's direction, for embeddings and heads).
-        gains: learn a gain a tensor.
+        gains: learn a gain for every tensor.
         gate: learn how much of the average M and how much of the gradient itself makes the direction.
         gate_lr: the rate at which the gate is learned.
         anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
             runs.
         max_dim: larger dimensions have no basis.
-        refresh_every: the bases follow the covariances every so many steps.
+        refresh_every: the number of steps between refreshes of the bases.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
-        nonfinite: what a gradient does that is NaN, infinite, or so large that its square would be: ``"raise"`` an
+        nonfinite: what to do if a gradient is NaN, infinite, or so large that its square would be: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other
             than the CPU, the error comes with the next step, so that no step waits for the device.
 
@@ -596,15 +597,7 @@ class KronLODO(Optimizer):
                         self.state[p] = restored(p, given[0]["state"][key])
             self._forget_stacks()
 
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        load_between(self, state_dict, check, restore)
 
     # ------------------------------------------------------------ looking inside
 
@@ -649,8 +642,8 @@ class KronLODO(Optimizer):
             state_bytes(p, options) for options in self.param_groups for p in options["params"] if p.numel()
         )
         weights = sum(p.numel() for options in self.param_groups for p in options["params"])
-        share = f" ({kept_bytes / weights:.1f} bytes a weight)" if weights else ""
-        memory = f"memory: {readable(kept_bytes)}{share}, nonfinite: {self.nonfinite!r}"
+        each = f" ({kept_bytes / weights:.1f} bytes a weight)" if weights else ""
+        memory = f"memory: {readable(kept_bytes)}{each}, nonfinite: {self.nonfinite!r}"
         return f"{super().__repr__()[:-1].rstrip()}\n{memory}\n)"
 
 
@@ -706,10 +699,7 @@ def check_options(options: Options) -> None:
     for name in ("meta_lr", "gate_lr", "weight_decay"):
         check_real(name, options[name], low=0.0)
     check_real("eps", options["eps"], low=0.0, open_low=True)
-    if not isinstance(options["betas"], (tuple, list)) or len(options["betas"]) != 2:
-        raise ValueError(f"betas must be two numbers in [0.0, 1.0), got {options['betas']!r}")
-    for i, beta in enumerate(options["betas"]):
-        check_real(f"betas[{i}]", beta, low=0.0, high=1.0)
+    check_betas(options["betas"])
     for name in ("maximize", "gains", "gate"):
         check_bool(name, options[name])
     check_choice("basis", options["basis"], BASES)

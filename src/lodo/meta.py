@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lodo import rounding
-from lodo._checks import check_int, check_real
+from lodo._checks import check_betas, check_int, check_real
 from lodo.scalars import Flag, Scalar, add_product, add_quotient, add_scaled, exponential, largest, precise, where
 from lodo.spelling import Spelled
 
@@ -155,10 +155,7 @@ class Adam(MetaOptimizer):
     identity: ClassVar[Coefficients] = (1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
-            raise ValueError(f"betas must be two numbers in [0.0, 1.0), got {self.betas!r}")
-        for i, b in enumerate(self.betas):
-            check_real(f"betas[{i}]", b, low=0.0, high=1.0)
+        check_betas(self.betas)
         check_real("eps", self.eps, low=0.0, open_low=True)
         dtype = "bfloat16" if self.moment_dtype == torch.bfloat16 else self.moment_dtype
         if dtype not in (None, "bfloat16"):

@@ -69,7 +69,7 @@ class LODO(Inspectable, Resumable):
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         save_activations: False computes activations again instead of keeping them between steps. Only the fused kernels
             keep any.
-        nonfinite: what a gradient does that is NaN, infinite, or so large that something would overflow: ``"raise"`` an
+        nonfinite: what to do if a gradient is NaN, infinite, or so large that something would overflow: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way no parameter and nothing that was
             learned changes, on any rank. On a device other than the CPU, the error comes with the next step, so that no
             step waits for the device.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lodo.engines import has_numba
+from lodo.layout import real
 
 State = dict[str, Tensor]  # of one parameter
 LARGEST = 2**21  # numbers in a stack of several matrices: larger ones gain nothing from being stacked
@@ -26,18 +27,9 @@ def matrix_shape(p: Tensor) -> tuple[int, int]:
     >>> matrix_shape(torch.zeros(8, 3, 5, 5)), matrix_shape(torch.zeros(7)), matrix_shape(torch.zeros(2, 3).cfloat())
     ((8, 75), (1, 7), (2, 6))
     """
-    p = as_real(p)
+    p = real(p)
     rows = p.shape[0] if p.dim() > 1 else 1
     return rows, p.numel() // max(rows, 1)
-
-
-def as_real(x: Tensor) -> Tensor:
-    """A real view of a tensor.
-
-    >>> as_real(torch.zeros(3).cfloat()).shape
-    torch.Size([3, 2])
-    """
-    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def state_dtype(p: Tensor) -> torch.dtype:
@@ -75,19 +67,19 @@ class Stack:
         self.U, self.S = self.tensors.get("scaled_grad"), self.tensors.get("direction")
         self.fused: Any = None
         if fused and self.V is not None:
-            from lodo.engines.numba.kron import FusedStack
+            from lodo.engines.numba.kron import FusedStack  # here, because Numba may be missing
 
             self.fused = FusedStack(self.M, self.V, self.U)
 
     def gradient(self) -> Tensor:
         """The gradients, as a stack of matrices in the state's dtype."""
-        grads = [as_real(p.grad) for p in self.params if p.grad is not None]
+        grads = [real(p.grad) for p in self.params if p.grad is not None]
         together = grads[0][None] if len(grads) == 1 else torch.stack(grads)
         return together.to(self.dtype).reshape(len(grads), *self.shape)
 
     def move(self, change: Tensor, decay: float | Tensor) -> None:
         """``W = decay W + change`` for every parameter."""
-        weights = [as_real(p) for p in self.params]
+        weights = [real(p) for p in self.params]
         if isinstance(decay, Tensor) or decay != 1:
             torch._foreach_mul_(weights, decay)
         torch._foreach_add_(weights, change.reshape(len(weights), *weights[0].shape).unbind())
@@ -116,7 +108,7 @@ class Bundle:
         return all(state.get(name) is value for state, name, value in self._seen)
 
 
-def bundled(params: Sequence[Parameter], states: Sequence[State], backend: str = "auto") -> list[Bundle]:
+def bundled(params: Sequence[Parameter], states: Sequence[State], backend: str) -> list[Bundle]:
     """Parameters and their states in bundles of stacks."""
     bundles: dict[Any, list[int]] = {}
     for i, p in enumerate(params):

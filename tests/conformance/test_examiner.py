@@ -61,23 +61,27 @@ def inputs(device, dtype=None):
     ]
 
 
-def error_inputs(device, dtype):
+def with_sparse_gradient(device, dtype):
     x = Parameter(torch.zeros(2, device=device, dtype=dtype))
-    sparse = Parameter(torch.zeros(2, device=device, dtype=dtype))
-    sparse.grad = torch.ones_like(sparse).detach().to_sparse()
+    x.grad = torch.ones_like(x).detach().to_sparse()
+    return x
 
-    def one(params, desc, regex, kind=ValueError, on=OptimizerErrorEnum.CONSTRUCTION_ERROR, **options):
-        given = OptimizerInput(params=params, kwargs=options, desc=desc)
-        return ErrorOptimizerInput(given, error_on=on, error_type=kind, error_regex=regex)
 
+def error(params, desc, regex, kind=ValueError, on=OptimizerErrorEnum.CONSTRUCTION_ERROR, **options):
+    given = OptimizerInput(params=params, kwargs=options, desc=desc)
+    return ErrorOptimizerInput(given, error_on=on, error_type=kind, error_regex=regex)
+
+
+def error_inputs(device, dtype):
+    x, sparse = Parameter(torch.zeros(2, device=device, dtype=dtype)), with_sparse_gradient(device, dtype)
     return [
         *get_error_inputs_for_all_optims(device, dtype),
-        one([x], "negative lr", "lr must be a finite number", lr=-1.0),
-        one([x], "beta of 1", "beta must be a finite number", beta=1.0),
-        one([x], "unknown family", "preconditioner must be", preconditioner="magic"),
-        one([x], "check_sync_every of 0", "check_sync_every must be an integer >= 1, got 0", check_sync_every=0),
-        one([x], "unknown on_reshard", "on_reshard must be one of 'raise', 'restart', got 'x'", on_reshard="x"),
-        one([sparse], "sparse", "sparse gradients are not supported", RuntimeError, OptimizerErrorEnum.STEP_ERROR),
+        error([x], "negative lr", "lr must be a finite number", lr=-1.0),
+        error([x], "beta of 1", "beta must be a finite number", beta=1.0),
+        error([x], "unknown family", "preconditioner must be", preconditioner="magic"),
+        error([x], "check_sync_every of 0", "check_sync_every must be an integer >= 1, got 0", check_sync_every=0),
+        error([x], "unknown on_reshard", "on_reshard must be one of 'raise', 'restart', got 'x'", on_reshard="x"),
+        error([sparse], "sparse", "sparse gradients are not supported", RuntimeError, OptimizerErrorEnum.STEP_ERROR),
     ]
 
 
@@ -100,20 +104,13 @@ def kron_inputs(device, dtype=None):
 
 
 def kron_error_inputs(device, dtype):
-    x = Parameter(torch.zeros(2, device=device, dtype=dtype))
-    sparse = Parameter(torch.zeros(2, device=device, dtype=dtype))
-    sparse.grad = torch.ones_like(sparse).detach().to_sparse()
-
-    def one(params, desc, regex, kind=ValueError, on=OptimizerErrorEnum.CONSTRUCTION_ERROR, **options):
-        given = OptimizerInput(params=params, kwargs=options, desc=desc)
-        return ErrorOptimizerInput(given, error_on=on, error_type=kind, error_regex=regex)
-
+    x, sparse = Parameter(torch.zeros(2, device=device, dtype=dtype)), with_sparse_gradient(device, dtype)
     return [
         *get_error_inputs_for_all_optims(device, dtype),
-        one([x], "negative lr", "lr must be a finite number", lr=-1.0),
-        one([x], "beta of 1", r"betas\[0\] must be a finite number", betas=(1.0, 0.9)),
-        one([x], "unknown basis", "basis must be one of", basis="magic"),
-        one([sparse], "sparse", "sparse gradients are not supported", RuntimeError, OptimizerErrorEnum.STEP_ERROR),
+        error([x], "negative lr", "lr must be a finite number", lr=-1.0),
+        error([x], "beta of 1", r"betas\[0\] must be a finite number", betas=(1.0, 0.9)),
+        error([x], "unknown basis", "basis must be one of", basis="magic"),
+        error([sparse], "sparse", "sparse gradients are not supported", RuntimeError, OptimizerErrorEnum.STEP_ERROR),
     ]
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
+import lodo.engines.numba.kron
 from kron_oracle import KronOracle
 from lodo import KronLODO
 
@@ -221,6 +222,22 @@ def test_a_schedule_takes_the_place_of_the_annealing():
     opt.step()
     state = opt.state[x]
     assert float(state["gain"]) == float(state["gain_highest"]) > before
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pieces_and_threads_change_nothing(threads, monkeypatch):
+    """Large matrices are cut into pieces, which threads share."""
+    monkeypatch.setattr(lodo.engines.numba.kron, "_PIECE", 7)
+    monkeypatch.setattr(lodo.engines.numba.kron, "_PARALLEL_FROM", 1)
+    fused, plain = drawn(), drawn()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run(KronLODO(fused, backend="numba"), fused, 15)
+    finally:
+        torch.set_num_threads(before)
+    run(KronLODO(plain, backend="reference"), plain, 15)
+    assert apart(fused, plain) < 1e-10
 
 
 # ---------------------------------------------------------------- resuming

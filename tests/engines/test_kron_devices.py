@@ -102,6 +102,20 @@ def test_a_refused_step_changes_nothing(name):
 
 
 @pytest.mark.usefixtures("as_if_on_a_device")
+def test_a_refused_step_changes_nothing_beside_a_device():
+    """Parameters on the CPU have fused passes, which cannot be masked, and share the decision of those on a device."""
+    x = Parameter(torch.ones(3, 2))
+    opt = KronLODO([x], nonfinite="skip", backend="numba")
+    for scale in (1.0, -0.5):
+        x.grad = scale * torch.ones(3, 2)
+        opt.step()
+    before = {name: value.clone() for name, value in opt.state[x].items()}
+    x.grad = torch.full((3, 2), math.nan)
+    opt.step()
+    assert all(torch.equal(value, before[name]) for name, value in opt.state[x].items() if name != "skipped")
+
+
+@pytest.mark.usefixtures("as_if_on_a_device")
 def test_an_error_comes_with_the_next_step():
     x = Parameter(torch.ones(3, 2))
     opt = KronLODO([x])

@@ -270,7 +270,8 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
 def _kill_workers(scratch: str) -> None:
     """Kill this process's workers, also those that Dask is just starting, and delete their files.
 
-    Dask replaces workers that have died. One that starts while this process ends would say that it has lost its parent.
+    Dask replaces workers that have died. One that starts while this process ends would say that it has lost its parent,
+    and there is no public way to forbid it.
     """
     multiprocessing.context.SpawnProcess._Popen = staticmethod(_refuse_to_start)  # type: ignore[method-assign, assignment]
     while workers := [child for child in psutil.Process().children() if "spawn_main" in " ".join(_command(child))]:

@@ -30,7 +30,7 @@ class FusedStack:
         self._shape = M.shape
         self._M, self._V = _rows(M), _rows(V)
         self._gated = U is not None
-        self._U = self._V if U is None else _rows(U)
+        self._U = self._V if U is None else _rows(U)  # not touched without a gate
         b, n = self._M.shape
         self._sums = np.zeros((b, -(-n // _PIECE), 2), self._M.dtype)
         self._large = b * n >= _PARALLEL_FROM
@@ -38,9 +38,7 @@ class FusedStack:
 
     def slopes(self, X: Tensor, mean: Any, root: Any, least: Any) -> tuple[Tensor, Tensor]:
         """``<X, M^ / R>`` and ``<X, U>`` of every matrix."""
-        self._run(
-            _SLOPES, _rows(X), self._M, self._V, self._U, self._gated, mean, root, least, self._sums
-        )  # fmt: skip
+        self._run(_SLOPES, _rows(X), self._M, self._V, self._U, self._gated, mean, root, least, self._sums)
         sums = self._sums.sum(1)
         return torch.from_numpy(sums[:, 0]), torch.from_numpy(sums[:, 1])
 
@@ -64,5 +62,5 @@ class FusedStack:
 
 
 def _rows(x: Tensor) -> Any:
-    """A stack of matrices as an array with one row a matrix."""
+    """A stack of matrices as an array that has a matrix in every row."""
     return x.reshape(len(x), -1).numpy()

@@ -1,4 +1,4 @@
-"""What KronLODO does to every number of a stack, fused on CPUs: two passes instead of twenty.
+"""What KronLODO does to every number of a stack, fused for CPUs in two passes.
 
 As `lodo.kron.last_slopes` and `lodo.kron.direction`. A matrix is cut into pieces, and sums are taken piece by piece, so
 that results depend neither on the number of threads nor much on the size of the matrix.
