@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lodo import KronLODO
-from lodo.kron import state_bytes
+from lodo.kron_state import state_bytes
 from measuring import seconds_per_call, with_target, write
 
 Shapes = list[tuple[int, ...]]

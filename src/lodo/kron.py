@@ -26,23 +26,28 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from lodo._checks import check_betas, check_bool, check_choice, check_int, check_real
+from lodo._checks import check_choice
 from lodo.checkpoint import completed, load_between
-from lodo.distributed import shard_of
 from lodo.engines import BACKENDS, check_backend
 from lodo.estimate import readable
 from lodo.group import Options, name_of
-from lodo.layout import real
-from lodo.meta import BETA1, BETA2, Learned
-from lodo.recipes import check_lr
+from lodo.kron_state import (
+    check_options,
+    check_params,
+    check_rate,
+    check_state,
+    diagnose,
+    fresh_state,
+    restored,
+    state_bytes,
+)
+from lodo.meta import BETA2, Learned
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.scalars import Flag, largest, logarithm, plain
-from lodo.stacks import Bundle, Stack, State, bundled, matrix_shape, state_dtype
+from lodo.stacks import Bundle, Stack, State, bundled
 
-BASES = ("kronecker", "orthogonal", "none")
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
 LONGEST = 0.03  # the largest lr e^c: how far a step may move the weights, in the root mean square
@@ -112,40 +117,6 @@ def orthogonal(M: Tensor, steps: int = 5) -> Tensor:
         X = a * X + (b * XX + c * XX @ XX) @ X
     found: Tensor = X.mT if tall else X
     return found
-
-
-# ---------------------------------------------------------------- what a parameter keeps
-
-
-def fresh_state(p: Tensor, options: Options) -> State:
-    """The state of a parameter before its first step."""
-    dtype, shape = state_dtype(p), matrix_shape(p)
-    is_orthogonal = options["basis"] == "orthogonal" and shape[0] > 1  # a vector takes Adam's direction
-    numbers = ["step", "skipped"]
-    matrices = ["exp_avg"] if is_orthogonal else ["exp_avg", "exp_avg_sq"]
-    if options["gains"]:
-        numbers += ["gain", "gain_exp_avg", "gain_exp_avg_sq", "gain_highest", "length"]
-    if _gated(options):
-        numbers += ["gate", "gate_exp_avg", "gate_exp_avg_sq"] + ([] if options["gains"] else ["length"])
-        matrices += ["scaled_grad"]
-    if options["gains"] and is_orthogonal:
-        matrices += ["direction"]
-    state = {name: torch.zeros((), dtype=dtype, device=p.device) for name in numbers}
-    state |= {name: torch.zeros(shape, dtype=dtype, device=p.device) for name in matrices}
-    if "gate" in state:
-        state["gate"].fill_(1)
-    if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
-        state["norm_sq"] = torch.zeros((), dtype=dtype, device=p.device)
-        for side, d in zip(("left", "right"), shape, strict=True):
-            if 1 < d <= options["max_dim"] and real(p).dim() > 1:
-                state[f"{side}_covariance"] = torch.zeros(d, d, dtype=dtype, device=p.device)
-                state[f"{side}_basis"] = torch.eye(d, dtype=dtype, device=p.device)
-    return state
-
-
-def _gated(options: Options) -> bool:
-    """Whether a gate is learned; an orthogonal direction is no simple function of it."""
-    return bool(options["gate"]) and options["basis"] != "orthogonal"
 
 
 # ---------------------------------------------------------------- a step of a bundle of parameters
@@ -508,7 +479,7 @@ class KronLODO(Optimizer):
 
     def _bundles(self, index: int, options: Options) -> list[Bundle]:
         """The parameters of a group that have a gradient, in stacks; those of the last step if nothing has changed."""
-        _check_rate(options, index)
+        check_rate(options, index)
         active = [p for p in options["params"] if p.grad is not None and p.numel()]
         ids = list(map(id, active))
         bundles = self._stacked[index]
@@ -668,107 +639,3 @@ def usable(norms: Sequence[Tensor]) -> Flag:
 def is_host(device: torch.device) -> bool:
     """Whether numbers on a device are there at once."""
     return device.type == "cpu"
-
-
-def diagnose(options: Options, state: State) -> dict[str, float]:
-    """A parameter's numbers, as `KronLODO.diagnostics` explains them."""
-    numbers = {}
-    gain = float(state["gain"].exp()) if "gain" in state else 1.0
-    if "gain" in state:
-        t = float(state["step"]) - 1
-        numbers["gain"] = gain
-        numbers["alignment"] = -float(state["gain_exp_avg"]) / (1 - BETA1**t) if t > 0 else math.nan
-    if "gate" in state:
-        numbers["gate"] = float(state["gate"])
-    if "length" in state:
-        numbers["step_norm"] = float(options["lr"]) * gain * float(state["length"])
-    for side in ("left", "right"):
-        if f"{side}_basis" in state:
-            A, P = state[f"{side}_covariance"], state[f"{side}_basis"]
-            values = (P * (A @ P)).sum(-2).clamp(min=0)
-            numbers[f"{side}_condition"] = float(values.max() / values.min())
-    return numbers
-
-
-# ---------------------------------------------------------------- checks
-
-
-def check_options(options: Options) -> None:
-    """Raise an error that names the option, its value and what is allowed."""
-    check_lr(options["lr"])
-    for name in ("meta_lr", "gate_lr", "weight_decay"):
-        check_real(name, options[name], low=0.0)
-    check_real("eps", options["eps"], low=0.0, open_low=True)
-    check_betas(options["betas"])
-    for name in ("maximize", "gains", "gate"):
-        check_bool(name, options[name])
-    check_choice("basis", options["basis"], BASES)
-    if options["anneal"] != math.inf:
-        check_real("anneal", options["anneal"], low=0.0)
-    check_int("max_dim", options["max_dim"], low=0)
-    check_int("refresh_every", options["refresh_every"], low=1)
-
-
-def check_params(options: Options, index: int) -> None:
-    """Raise an error that names the parameter unless all can be trained."""
-    for j, p in enumerate(options["params"]):
-        if not (p.is_floating_point() or p.is_complex()):
-            raise TypeError(
-                f"KronLODO trains floating-point and complex tensors, but {name_of(options, index, j)} is {p.dtype}"
-            )
-        if shard_of(p).parts > 1:
-            raise ValueError(
-                f"KronLODO needs whole tensors, but {name_of(options, index, j)} is sharded; use LODO or AdamW for it"
-            )
-
-
-def _check_rate(options: Options, index: int) -> None:
-    lr = options["lr"]
-    if not isinstance(lr, Tensor):
-        check_real(f"lr of group {index}", lr, low=0.0)
-
-
-def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
-    """Raise an error unless a loaded state belongs to these groups."""
-    theirs = loaded["param_groups"]
-    if len(theirs) != len(groups):
-        raise ValueError(f"the state has {len(theirs)} parameter groups, this optimizer {len(groups)}")
-    for index, (ours, other) in enumerate(zip(groups, theirs, strict=True)):
-        if len(other["params"]) != len(ours["params"]):
-            raise ValueError(
-                f"group {index} of the state has {len(other['params'])} parameters, ours {len(ours['params'])}"
-            )
-        for name in ("basis", "gains", "gate", "max_dim"):
-            if name not in other or other[name] != ours[name]:
-                raise ValueError(f"group {index} of the state has {name} = {other.get(name)!r}, ours is {ours[name]!r}")
-        for j, (p, key) in enumerate(zip(ours["params"], other["params"], strict=True)):
-            if key in loaded["state"]:
-                _check_entry(name_of(ours, index, j), fresh_state(p.to("meta"), ours), loaded["state"][key])
-
-
-def _check_entry(name: str, expected: State, found: State) -> None:
-    for what, like in expected.items():
-        value = found.get(what)
-        value = torch.tensor(value) if isinstance(value, (int, float)) else value
-        if not isinstance(value, Tensor) or value.shape != like.shape:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else None
-            raise ValueError(f"the state of {name} has {what} of shape {shape}, but {tuple(like.shape)} is needed")
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"the state of {name} has numbers in {what} that are not finite: it is damaged")
-
-
-def restored(p: Parameter, loaded: State) -> State:
-    """A copy of a loaded state in the dtype and on the device of the parameter's own."""
-    dtype = state_dtype(p)
-    return {name: torch.as_tensor(value).to(p.device, dtype, copy=True) for name, value in loaded.items()}
-
-
-def state_bytes(p: Tensor, options: Options) -> int:
-    """The bytes of a parameter's state.
-
-    >>> options = {"basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024}
-    >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, the last gradient, two bases, two covariances
-    28
-    """
-    state = fresh_state(torch.empty_like(p, device="meta"), options)
-    return sum(value.numel() * value.element_size() for value in state.values())
