@@ -150,6 +150,7 @@ def test_numbers_of_weights():
     assert {model: count_weights(model) for model in MODELS} == {
         "resnet18": 11_173_962,
         "resnet20": 272_474,
+        "narrow8": 19_954,
         "resnet8": 78_042,
     }
     for model in MODELS:

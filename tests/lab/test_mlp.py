@@ -108,9 +108,13 @@ def test_loss_gradient_and_accuracy_are_those_of_torchs_layers(digits, hidden):
     assert task.evaluate() == pytest.approx(loss.item(), rel=1e-6)
     for p, q in zip(task.params, net.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-    right = (net(task.test[0]).argmax(1) == task.test[1]).sum().item()
-    assert task.tracked(None, 0) == {"test_accuracy": right / 100}
-    assert task.tracked(None, 0)["test_accuracy"] not in (0, 1)
+    logits = net(task.test[0])
+    right = (logits.argmax(1) == task.test[1]).sum().item()
+    tracked = task.tracked(None, 0)
+    assert tracked.keys() == {"test_accuracy", "validation_loss"}
+    assert tracked["test_accuracy"] == right / 100
+    assert tracked["test_accuracy"] not in (0, 1)
+    assert tracked["validation_loss"] == pytest.approx(nn.CrossEntropyLoss()(logits, task.test[1]).item(), rel=1e-6)
 
 
 def test_the_weights_first_sizes(digits):

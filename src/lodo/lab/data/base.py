@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -60,13 +61,24 @@ def data_folder() -> Path:
     given = os.environ.get(VARIABLE)
     if given == BUNDLED:
         raise ValueError(f"data must be a folder for this data set, got {BUNDLED!r}, which is a data set itself")
+    if given and Path(given).is_file():
+        raise ValueError(
+            f"data must be a folder for this data set, got the file {given!r}: only text comes from a file"
+        )
     if given:
         return Path(given).absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache).absolute() / "lodo" / "data"
 
 
-def check_digest(found: Dataset, wanted: str | None) -> None:
+class Digested(Protocol):
+    """Data with a digest that identifies its content."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+def check_digest(found: Digested, wanted: str | None) -> None:
     """Refuse data other than the data a run was planned with; None accepts any."""
     if wanted is not None and wanted != found.digest:
         where = os.environ.get(VARIABLE) or str(data_folder())

@@ -77,15 +77,18 @@ def _progress_bars(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def fetch(part: Path, urls: Sequence[str], md5: str, progress: Progress) -> None:
-    """Download a file to ``part`` from the first of ``urls`` that delivers it, resuming what ``part`` already has."""
-    if part.is_file() and _md5_of_file(part) == md5:
+def fetch(part: Path, urls: Sequence[str], checksum: str, progress: Progress, *, algorithm: str = "md5") -> None:
+    """Download a file to ``part`` from the first of ``urls`` that delivers it, resuming what ``part`` already has.
+
+    ``algorithm`` is the one of ``checksum``, a name that `hashlib.new` knows.
+    """
+    if part.is_file() and _checksum(part, algorithm) == checksum:
         return
     bar = progress.add_task(part.name.removesuffix(".part"), total=None)
     errors = []
     for url in urls:
         try:
-            _fetch_from(url, part, md5, progress, bar)
+            _fetch_from(url, part, checksum, algorithm, progress, bar)
         except (OSError, HTTPException) as error:
             errors.append(f"{url}: {error}")
         else:
@@ -93,18 +96,18 @@ def fetch(part: Path, urls: Sequence[str], md5: str, progress: Progress) -> None
     raise OSError("; ".join(errors))
 
 
-def _fetch_from(url: str, part: Path, md5: str, progress: Progress, bar: TaskID) -> None:
+def _fetch_from(url: str, part: Path, checksum: str, algorithm: str, progress: Progress, bar: TaskID) -> None:
     """Download from one address; if a resumed file turns out wrong, start over once."""
     resumed = _size(part) > 0
     _receive_all(url, part, progress, bar)
-    found = _md5_of_file(part)
-    if found != md5 and resumed:
+    found = _checksum(part, algorithm)
+    if found != checksum and resumed:
         part.unlink()
         _receive_all(url, part, progress, bar)
-        found = _md5_of_file(part)
-    if found != md5:
+        found = _checksum(part, algorithm)
+    if found != checksum:
         part.unlink()
-        raise OSError(f"the md5 of the file must be {md5}, got {found}")
+        raise OSError(f"the {algorithm} of the file must be {checksum}, got {found}")
 
 
 def _receive_all(url: str, part: Path, progress: Progress, bar: TaskID) -> None:
@@ -169,6 +172,6 @@ def md5_of(content: bytes | bytearray) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def _md5_of_file(path: Path) -> str:
+def _checksum(path: Path, algorithm: str) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()

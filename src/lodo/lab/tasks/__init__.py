@@ -22,6 +22,13 @@ TASKS: dict[str, str | type[Task]] = {  # the class, or where it is
     "mlp": "lodo.lab.tasks.mlp:Mlp",
     "mnist": "lodo.lab.tasks.mnist:Mnist",
     "cifar10": "lodo.lab.tasks.cifar10:Cifar10",
+    "autoencoder": "lodo.lab.tasks.autoencoder:Autoencoder",
+    "cnn": "lodo.lab.tasks.cnn:Cnn",
+    "resnet8": "lodo.lab.tasks.resnet8:Resnet8",
+    "vit": "lodo.lab.tasks.vit:Vit",
+    "gru": "lodo.lab.tasks.gru:Gru",
+    "gpt": "lodo.lab.tasks.gpt:Gpt",
+    "denoise": "lodo.lab.tasks.denoise:Denoise",
 }
 
 
@@ -37,10 +44,10 @@ def __getattr__(name: str) -> Any:
 def check_task(name: str) -> None:
     """Raise an error unless ``name`` is one of `TASKS`, or of the form ``module:Name``.
 
-    >>> check_task("pit")
+    >>> check_task("mountain")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: task must be one of 'bowl', 'rosenbrock', 'mlp', 'mnist', 'cifar10', got 'pit'
+    ValueError: task must be one of 'bowl', 'rosenbrock', 'mlp', ..., got 'mountain'
     """
     if not is_plugin(name):
         check_choice("task", name, TASKS)

@@ -34,7 +34,8 @@ class Cifar10(Task):
 
     Args:
         seed: draws the weights, the batches and the augmentation.
-        model: ``"resnet18"`` (the paper's), ``"resnet20"`` or ``"resnet8"``.
+        model: ``"resnet18"`` (the paper's), ``"resnet20"``, ``"resnet8"``, or ``"narrow8"``, a ResNet-8 of half the
+            width.
         batch: the number of images per step.
         micro_batch: the number of images in memory at once: at least ``batch``, or a divisor of it.
         train_size: the number of training images, the first ones; None for all.

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lodo._checks import check_int
 from lodo.lab import data
 from lodo.lab.tasks.base import Task
+from lodo.lab.tasks.network import classified, evaluated
 
 SIDE = 8  # pixels
 CLASSES = 10
@@ -74,10 +75,10 @@ class Mlp(Task):
 
     @torch.no_grad()
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
-        """The accuracy on the test images."""
+        """The accuracy and the mean cross-entropy on the test images."""
         images, labels = self.test
-        correct = self._logits(images).argmax(1) == labels
-        return {"test_accuracy": float(correct.double().mean())}
+        with evaluated(optimizer):
+            return classified(self._logits(images), labels)
 
     def buffers(self) -> dict[str, Tensor]:
         return {"batch": self.batch}

@@ -16,6 +16,7 @@ MODELS = {  # for each stage, its width and its number of blocks
     "resnet18": ((64, 2), (128, 2), (256, 2), (512, 2)),
     "resnet20": ((16, 3), (32, 3), (64, 3)),
     "resnet8": ((16, 1), (32, 1), (64, 1)),
+    "narrow8": ((8, 1), (16, 1), (32, 1)),
 }
 
 
