@@ -1,24 +1,47 @@
-"""Muon as its users have it: torch's Muon for hidden matrices, AdamW for everything else, one rate for both."""
+"""Muon as its users have it: Muon for the hidden matrices, AdamW for everything else, one rate for both."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import ParamsT
 
-from lodo.lab.optimizers.base import Closure
+from lodo.kron import orthogonal
+from lodo.lab.optimizers.base import Closure, ElementwiseOptimizer
 from lodo.lab.tasks import Task
 
 
-class MuonAndAdamW(Optimizer):
-    """torch's Muon for some parameters, AdamW for the others.
+class Muon(ElementwiseOptimizer):
+    """torch's Muon in the parameters' own precision: its bfloat16 takes many times as long on a CPU.
 
-    Kernels of convolutions are matrices here, out x rest. Muon's steps are as long as AdamW's in the root mean square
-    (``adjust_lr_fn="match_rms_adamw"``), so one rate suits both.
+    ``m += (1 - momentum) (g - m); W -= lr (0.2 sqrt(max(rows, columns)) orthogonal(g + momentum (m - g)) + weight_decay
+    W)``. The factor of the rate (``adjust_lr_fn="match_rms_adamw"`` in torch) makes steps as long as AdamW's in the
+    root mean square. Kernels of convolutions are matrices, out x rest.
+    """
+
+    def __init__(self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.01, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    def move_one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        """Move one matrix."""
+        momentum = group["momentum"]
+        if "m" not in self.state[p]:
+            self.state[p]["m"] = torch.zeros_like(p)
+        m = self.state[p]["m"]
+        m.lerp_(g, 1 - momentum)
+        direction = orthogonal(g.lerp(m, momentum).flatten(1)[None])[0]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(direction.view_as(p), alpha=group["lr"] * 0.2 * math.sqrt(max(direction.shape)))
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon for some parameters, AdamW for the others.
 
     Args:
         hidden: the parameters for Muon.
@@ -42,18 +65,15 @@ class MuonAndAdamW(Optimizer):
         weight_decay: float = 0.01,
         momentum: float = 0.95,
     ) -> None:
-        self.hidden = list(hidden)
-        self.seen = [Parameter(p.detach().flatten(1)) for p in hidden]  # views: they share the memory
+        self.defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         self.parts: list[Optimizer] = []
         if hidden:
-            muon = Muon(self.seen, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-            self.parts.append(muon)
+            self.parts.append(Muon(hidden, lr, weight_decay, momentum))
         if others:
             self.parts.append(AdamW(others, lr=lr, weight_decay=weight_decay))
-        self.defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # those of both parts, which replace them
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # always those that the parts have now
         """The groups of both, Muon's first."""
         return [group for part in self.parts for group in part.param_groups]
 
@@ -63,8 +83,6 @@ class MuonAndAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for view, p in zip(self.seen, self.hidden, strict=True):
-            view.grad = None if p.grad is None else p.grad.flatten(1)
         for part in self.parts:
             part.step()
         return loss
@@ -78,7 +96,7 @@ class MuonAndAdamW(Optimizer):
 
 
 def make_muon(task: Task, seed: int, /, **options: Any) -> Optimizer:
-    """Muon for a task's hidden matrices."""
+    """Muon for a task's hidden matrices, and AdamW for its other parameters."""
     hidden = hidden_matrices(task)
     ids = set(map(id, hidden))
     return MuonAndAdamW(hidden, [p for p in task.params if id(p) not in ids], **options)
