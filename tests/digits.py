@@ -15,6 +15,7 @@ from lodo.lab.data import CIFAR10_FILES, MNIST_FILES, VARIABLE, load_mnist, mnis
 _GIVEN = Path(os.environ.get(VARIABLE) or "nowhere")
 REAL = (_GIVEN / "mnist" / MNIST_FILES[0]).is_file()
 REAL_CIFAR10 = (_GIVEN / "cifar-10-batches-bin").is_dir()
+REAL_TEXT = (_GIVEN / "text" / "shakespeare.txt").is_file()
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -77,6 +78,7 @@ def take_offline(monkeypatch, cache: Path) -> str:
         unreachable = f"http://127.0.0.1:{free.getsockname()[1]}/"
     monkeypatch.setattr("lodo.lab.data.mnist.MNIST_MIRRORS", (unreachable,))
     monkeypatch.setattr("lodo.lab.data.cifar10.CIFAR10_ARCHIVE", unreachable + "cifar-10-binary.tar.gz")
+    monkeypatch.setattr("lodo.lab.data.text.TEXT_MIRRORS", (unreachable + "input.txt",))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("no_proxy", "*")
     return unreachable

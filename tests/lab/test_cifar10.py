@@ -150,8 +150,8 @@ def test_numbers_of_weights():
     assert {model: count_weights(model) for model in MODELS} == {
         "resnet18": 11_173_962,
         "resnet20": 272_474,
-        "narrow8": 19_954,
         "resnet8": 78_042,
+        "narrow8": 19_954,
     }
     for model in MODELS:
         assert sum(p.numel() for p in resnet(model, torch.Generator()).parameters()) == count_weights(model)
@@ -478,7 +478,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(images, call, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"model": "resnet9"}, "model must be one of 'resnet18', 'resnet20', 'resnet8', got 'resnet9'"),
+        ({"model": "resnet9"}, "model must be one of 'resnet18', 'resnet20', 'resnet8', 'narrow8', got 'resnet9'"),
         ({"batch": 1}, "batch must be an integer >= 2, got 1"),
         ({"batch": 12.0}, "batch must be an integer >= 2, got 12.0"),
         ({"micro_batch": 0}, "micro_batch must be an integer >= 2, got 0"),

@@ -46,6 +46,7 @@ from lodo.lab.data import (
     load_cifar10,
     load_digits,
     load_mnist,
+    load_text,
     read_batch,
     read_idx,
     using,
@@ -332,7 +333,7 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
 
 
 def test_other_names_are_refused():
-    with pytest.raises(ValueError, match="name must be one of 'mnist', 'cifar10', got 'digits'"):
+    with pytest.raises(ValueError, match="name must be one of 'mnist', 'cifar10', 'text', got 'digits'"):
         load("digits")
 
 
@@ -602,6 +603,10 @@ def test_without_a_network_the_error_says_what_to_put_where(unreachable, tmp_pat
         load_cifar10()
     for message in (*CIFAR10_FILES, unreachable + "cifar-10-binary.tar.gz", "--data digits"):
         assert message in str(error.value)
+    with using(tmp_path), pytest.raises(ValueError, match=r"^shakespeare.txt is missing in .*text") as error:
+        load_text()
+    for message in (unreachable + "input.txt", "--data digits"):
+        assert message in str(error.value)
 
 
 def test_a_folder_that_cannot_be_written_is_named(mirror, tmp_path):
@@ -759,6 +764,20 @@ def test_a_broken_archive_is_refused(archive, monkeypatch, tmp_path):
     monkeypatch.setattr(cifar10, "CIFAR10_ARCHIVE_MD5", md5(mirror.files["cifar-10-binary.tar.gz"]))
     with using(tmp_path), pytest.raises(ValueError, match="cannot be unpacked"):
         load_cifar10()
+
+
+def test_a_missing_text_is_downloaded_and_checked(serve, monkeypatch, tmp_path):
+    content = b"To be, or not to be, that is the question.\n" * 500
+    mirror = serve({"input.txt": content})
+    monkeypatch.setattr("lodo.lab.data.text.TEXT_MIRRORS", (mirror.url + "input.txt",))
+    with using(tmp_path / "a"), pytest.raises(ValueError, match="the sha256 of the file must be 86c4e6aa9db7"):
+        load_text()
+    monkeypatch.setattr("lodo.lab.data.text.SMALL_SHAKESPEARE_SHA256", hashlib.sha256(content).hexdigest())
+    with using(tmp_path / "b"):
+        found = load_text()
+        assert load_text() is found
+    assert holds(tmp_path / "b" / "text", {"shakespeare.txt": content})
+    assert found.digest == hashlib.sha256(content).hexdigest()[:12]
 
 
 # ---------------------------------------------------------------- the real ones

@@ -111,8 +111,9 @@ Scheduler = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="Folder with data sets, such as mnist/; missing ones are downloaded into it. 'digits' stands for the "
-        "small digits of scikit-learn. Default: the folder in the variable LODO_DATA, else ~/.cache/lodo/data."
+        help="Folder with data sets, such as mnist/; missing ones are downloaded into it. For tasks with text also a "
+        "text file. 'digits' needs no files: scikit-learn's small digits, or Python's source as text. "
+        "Default: the folder in the variable LODO_DATA, else ~/.cache/lodo/data."
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Folder for curves, tables and figures.")]

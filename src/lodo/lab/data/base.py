@@ -37,8 +37,8 @@ class Dataset:
 def using(folder: str | Path | None) -> Iterator[None]:
     """Make ``folder`` the data folder of this process and of those it starts in the meantime; None changes nothing.
 
-    The word ``digits`` stands for scikit-learn's small digits; for a folder of that name, write ``./digits`` or its
-    absolute path.
+    The word ``digits`` stands for data that needs no files; for a folder of that name, write ``./digits`` or its
+    absolute path. A text file takes the place of the folder for the tasks with text.
 
     >>> with using("digits"):
     ...     os.environ[VARIABLE]
@@ -61,10 +61,6 @@ def data_folder() -> Path:
     given = os.environ.get(VARIABLE)
     if given == BUNDLED:
         raise ValueError(f"data must be a folder for this data set, got {BUNDLED!r}, which is a data set itself")
-    if given and Path(given).is_file():
-        raise ValueError(
-            f"data must be a folder for this data set, got the file {given!r}: only text comes from a file"
-        )
     if given:
         return Path(given).absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

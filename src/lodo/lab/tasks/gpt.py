@@ -14,6 +14,7 @@ CONTEXT = 64
 WIDTH = 64
 HEADS = 4
 BLOCKS = 3
+DEVIATION = 0.02  # of the initial embeddings
 
 
 class Gpt(TextNetwork):
@@ -43,8 +44,8 @@ class CharacterTransformer(nn.Module):
     def __init__(self, characters: int) -> None:
         super().__init__()
         self.characters = nn.Embedding(characters, WIDTH)
-        nn.init.normal_(self.characters.weight, std=0.02)
-        self.positions = positions(CONTEXT, WIDTH)
+        nn.init.normal_(self.characters.weight, std=DEVIATION)
+        self.positions = positions(CONTEXT, WIDTH, DEVIATION)
         self.blocks = nn.Sequential(*(Block(WIDTH, HEADS, causal=True) for _ in range(BLOCKS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.last = nn.Linear(WIDTH, characters)

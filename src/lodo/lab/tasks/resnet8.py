@@ -10,13 +10,13 @@ from lodo.lab.tasks.cifar10 import Cifar10
 from lodo.lab.tasks.network import evaluated
 
 BATCH = 32
-VALIDATION = 500  # images
+VALIDATION = 1000  # images
 
 
 class Resnet8(Cifar10):
     """The task `cifar10` with a ResNet-8 of half the width, batches of 32 and no L2 term: the loss is a cross-entropy.
 
-    The first 500 test images are for validation.
+    The first 1,000 test images are for validation.
 
     Args:
         seed: draws the weights, the batches and the augmentation.

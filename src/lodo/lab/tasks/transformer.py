@@ -42,6 +42,9 @@ class Block(nn.Module):
         return attended
 
 
-def positions(length: int, width: int) -> nn.Parameter:
-    """What is added to each position of a sequence: learned, and small at first."""
-    return nn.Parameter(0.02 * torch.randn(length, width))
+def positions(length: int, width: int, deviation: float) -> nn.Parameter:
+    """What is added to each position of a sequence: learned, and N(0, deviation^2) at first.
+
+    The deviation should be about that of what it is added to, or else attention is blind to positions for long.
+    """
+    return nn.Parameter(deviation * torch.randn(length, width))

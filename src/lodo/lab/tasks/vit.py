@@ -47,7 +47,7 @@ class VisionTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Linear(PATCH**2, WIDTH)
-        self.positions = positions((SIDE // PATCH) ** 2, WIDTH)
+        self.positions = positions((SIDE // PATCH) ** 2, WIDTH, deviation=0.3)
         self.blocks = nn.Sequential(*(Block(WIDTH, HEADS, causal=False) for _ in range(BLOCKS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.last = nn.Linear(WIDTH, CLASSES)

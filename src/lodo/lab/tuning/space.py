@@ -10,8 +10,8 @@ from typing import Any
 from optuna.distributions import FloatDistribution, IntDistribution
 
 from lodo._checks import check_choice, check_int, check_real
-from lodo.lab.plugins import is_plugin
 from lodo.lab.settings import read_settings
+from lodo.lab.tasks import check_task
 from lodo.spelling import parse_calls
 
 KINDS = ("rate", "decay")
@@ -135,16 +135,15 @@ class Schedule:
 
 
 def find_schedule(name: str, task: str) -> Schedule:
-    """The schedule of a task in settings/schedules.toml; your own tasks share one.
+    """The schedule of a task in settings/schedules.toml; your own tasks, and those that are not there, share one.
 
     >>> find_schedule("paper", "cifar10").steps[-3:]
     (200, 300, 500)
     """
     schedules = read_settings("schedules")
     check_choice("schedule", name, schedules)
-    key = "module:Name" if is_plugin(task) else task
-    check_choice("task", key, schedules[name])
-    found = schedules[name][key]
+    check_task(task)
+    found = schedules[name].get(task, schedules[name]["module:Name"])
     return Schedule(**{**found, "noise": tuple(found["noise"]), "steps": tuple(found["steps"])})
 
 
