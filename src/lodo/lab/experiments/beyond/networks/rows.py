@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any, ClassVar
 
 from lodo.lab.show.tables import Row
@@ -190,6 +191,6 @@ _KINDS: tuple[type[Row], ...] = (TaskRow, OverallRow, CostRow, SettingRow, RateR
 def read_row(fields: Mapping[str, Any]) -> Row:
     """A row from its fields in a summary: its kind is the one that has the same fields."""
     for kind in _KINDS:
-        if fields.keys() == kind.__dataclass_fields__.keys():
+        if fields.keys() == {each.name for each in dataclass_fields(kind)}:
             return kind(**fields)
     raise TypeError(f"no kind of row has the fields {', '.join(fields)}")

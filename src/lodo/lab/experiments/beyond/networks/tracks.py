@@ -122,9 +122,8 @@ class TunedTrack(NetworksExperiment):
             if not found:
                 continue
             lowest = min(found, key=lambda label: found[label])
-            shown = dict.fromkeys([OURS, lowest] if OURS in found else [lowest])
-            said = " and ".join(f"{label} {found[label]:.3f}" for label in shown)
-            parts.append(f"{name} {said}{' (the lowest)' if lowest not in shown or len(shown) > 1 else ''}")
+            ours = f"{OURS} {found[OURS]:.3f}, " if OURS in found and lowest != OURS else ""
+            parts.append(f"{name} {ours}the lowest {lowest} {found[lowest]:.3f}")
         if not parts:
             return "Nothing to compare: no optimizer but the reference has finished without diverging."
         return f"Geometric mean of the losses over tuned AdamW's: {'; '.join(parts)}."
