@@ -28,6 +28,7 @@ _LOOKS = {
     "LODO robust": Style("#56b4e9", (5, 1)),
 }
 _SMALL = (4.4, 3.1)
+_THIN = 1.5  # wider lines have a band for the spread over seeds
 _SPARE = ("#117733", "#332288", "#999933", "#aa4499", "#661100")
 
 
@@ -57,7 +58,8 @@ def curve_figure(name: str, reports: Reports) -> Figure:
 
 
 def _styled(line: Line, style: Style) -> Line:
-    return Line(line.label, line.x, line.y, line.low, line.high, line.note, style=style)
+    low, high = (line.low, line.high) if style.width > _THIN else (None, None)  # more bands would hide the lines
+    return Line(line.label, line.x, line.y, low, high, line.note, style=style)
 
 
 def _shown(lines: Sequence[Line]) -> tuple[float, float] | None:
