@@ -61,7 +61,9 @@ def test_code_runs(page, tmp_path, monkeypatch):
 def test_every_block_says_what_it_is(page):
     """Every block names its language, and blocks called text contain no code that would escape the checks."""
     for kind, text in blocks(page):
-        assert kind in ("python", "sh", "math", "text", "bibtex"), text
+        assert kind in ("python", "sh", "toml", "math", "text", "bibtex"), text
+        if kind == "toml":
+            assert tomllib.loads(text)
         if kind == "math":
             assert "<math" in convert(text)
         if kind == "text":
@@ -86,6 +88,8 @@ def no_work(tmp_path, monkeypatch):
     tuned.write_text("[bowl]\nlodo = { lr = 0.1 }\n")
     (own,) = [block for block in blocks("docs/extending.md", "python") if "class Valley(Task)" in block]
     (tmp_path / "mymodule.py").write_text(own)
+
+    (tmp_path / "mine.toml").write_text("".join(blocks("docs/networks.md", "toml")))
 
     def planned(experiment, request, out, **_):
         if find_task(experiment.task).dataset is None:

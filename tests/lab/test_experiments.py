@@ -116,7 +116,7 @@ def test_the_list_of_experiments_is_there_at_once():
     code = """
         import sys
         from lodo.lab.experiments import CATALOG
-        assert len(CATALOG) == 11
+        assert len(CATALOG) == 14
         heavy = {"torch", "numpy", "matplotlib", "scipy", "pyarrow", "pandas", "rich", "optuna"}
         assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
     """

@@ -19,7 +19,6 @@ from lodo.lab.optimizers import (
     OPTIMIZERS,
     Choice,
     build,
-    decays,
     hyperparameters,
     keras,
     needs_graph,
@@ -33,6 +32,7 @@ from lodo.lab.optimizers.frozen import FrozenLODO
 from lodo.lab.optimizers.lbfgs import SCALINGS, StochasticLBFGS, two_loop
 from lodo.lab.optimizers.libraries import pytorch_optimizer_names
 from lodo.lab.optimizers.second_order import BFGS, LevenbergMarquardt, Newton
+from lodo.lab.schedules import schedule_of
 from lodo.lab.settings import read_settings
 from lodo.lab.tasks import make_task
 from lodo.lab.tasks.bowl import Bowl
@@ -679,7 +679,7 @@ def test_what_an_ablation_takes_away_cannot_be_given(name, options):
 
 
 def test_whose_rate_falls():
-    assert [name for name in (*OPTIMIZERS, "pytorch_optimizer.lars") if decays(name)] == ["lars"]
+    assert [name for name in (*OPTIMIZERS, "pytorch_optimizer.lars") if schedule_of(name, None)] == ["lars"]
 
 
 # ---------------------------------------------------------------- names

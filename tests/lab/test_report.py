@@ -83,7 +83,7 @@ def results(tmp_path_factory):
 @pytest.fixture(scope="session")
 def page(results, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    assert "4 of 17 parts are there" in invoke("report", results, "-o", path)
+    assert "4 of 20 parts are there" in invoke("report", results, "-o", path)
     return path
 
 
@@ -113,8 +113,9 @@ def test_the_page_has_tables_plots_commands_and_versions(page, results):
 def test_what_is_missing_says_which_command_makes_it(page, results):
     text = re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.DOTALL)
     for name in experiments.CATALOG.keys() - {"bowl", "rosenbrock"}:
-        assert f"lodo run {name} --quick" in text
-        assert f"<code>lodo run {name} --out {results}</code>" in text
+        command = " ".join(experiments.load(name).command)
+        assert f"{command} --quick" in text
+        assert f"<code>{command} --out {results}</code>" in text
     assert f"<code>lodo theory dynamics --out {results}</code>" in text
     assert "The figure of its trials is missing" in text
 
@@ -269,7 +270,7 @@ def test_the_command_of_a_search_that_is_not_known():
 
 def test_the_folder_of_curves_may_be_named_itself(results, tmp_path):
     page = tmp_path / "page.html"
-    assert "4 of 17 parts are there" in invoke("report", results / "runs", "-o", page)
+    assert "4 of 20 parts are there" in invoke("report", results / "runs", "-o", page)
 
 
 def test_report_names_a_folder_that_is_not_there(tmp_path):

@@ -17,15 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pytorch_optimizer import ScheduleFreeAdamW
 
 from interruptions import interrupted, same_but_for_time
 from lodo._checks import check_int
 from lodo.lab import run as module
 from lodo.lab.files import load_state, read_checked, remove_leftovers, save_state
-from lodo.lab.optimizers import build, paper_hyperparameters
+from lodo.lab.optimizers import build, evaluating, paper_hyperparameters
 from lodo.lab.page.results import digests
 from lodo.lab.run import FORMAT, Run, execute, load_curve, read_weights
-from lodo.lab.tasks import TASKS
+from lodo.lab.tasks import TASKS, make_task
 from lodo.lab.tasks.bowl import Bowl
 
 EVERY = (
@@ -85,6 +86,65 @@ def test_the_bowl_is_renewed_and_g_frozen_across_an_interruption(tmp_path, monke
         same_but_for_time(load_curve(run, tmp_path / str(after)), load_curve(run, tmp_path / "whole"))
 
 
+@pytest.mark.parametrize(
+    "optimizer", ["lars", "adam", "pytorch_optimizer.schedulefreeadamw", "muon_adamw", "kron_lodo"]
+)
+def test_a_schedule_resumes_bit_for_bit(optimizer, tmp_path, monkeypatch):
+    run = bowl(optimizer, track_every=7, schedule="cosine", options={"lr": 0.1})
+    execute(run, tmp_path / "whole")
+    interrupted(run, tmp_path / "parts", monkeypatch, after=13)
+    execute(run, tmp_path / "parts")
+    same_but_for_time(load_curve(run, tmp_path / "parts"), load_curve(run, tmp_path / "whole"))
+
+
+def test_a_cosine_multiplies_the_first_rate(tmp_path):
+    """Against torch's own schedule."""
+    run = Run("rosenbrock", "torch.SGD", 0, 8, options={"lr": 1e-3}, schedule="cosine")
+    curve = load_curve(run, execute(run, tmp_path).parent)
+    task = make_task("rosenbrock", {}, 0)
+    sgd = torch.optim.SGD(task.params, lr=1e-3)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=8)
+    losses = []
+    for _ in range(8):
+        task.draw()
+        losses.append(sgd.step(task.evaluate))
+        rates.step()
+    np.testing.assert_allclose(curve["loss"], losses, rtol=1e-5)
+    constant = Run("rosenbrock", "torch.SGD", 0, 8, options={"lr": 1e-3})
+    assert not np.allclose(load_curve(constant, execute(constant, tmp_path).parent)["loss"], losses, rtol=1e-5)
+
+
+def test_a_schedule_is_part_of_the_address_and_none_is_not():
+    plain = bowl("adam")
+    assert "schedule" not in plain.settings
+    assert bowl("adam", schedule="cosine").name != plain.name
+    with pytest.raises(ValueError, match="schedule must be one of 'cosine', got 'linear'"):
+        bowl("adam", schedule="linear")
+
+
+def test_schedule_free_is_measured_at_its_average_and_trains_on(tmp_path):
+    """Measuring swaps the weights for their average and back: the losses stay the same, bit for bit."""
+    options = {"lr": 0.1}
+    runs = [bowl("pytorch_optimizer.schedulefreeadamw", track_every=every, options=options) for every in (0, 7)]
+    silent, measured = (load_curve(run, execute(run, tmp_path).parent) for run in runs)
+    np.testing.assert_array_equal(silent["loss"], measured["loss"])
+    x = torch.nn.Parameter(torch.ones(3))
+    optimizer = ScheduleFreeAdamW([x], lr=0.1)
+    for _ in range(3):
+        x.grad = x.detach().clone()
+        optimizer.step()
+    before = x.detach().clone()
+    with evaluating(optimizer, [x]):
+        assert not torch.equal(x, before)
+    assert torch.equal(x, before)
+
+
+def test_the_memory_of_the_state_is_kept(tmp_path):
+    for optimizer, size in (("torch.SGD", 0), ("momentum", 4), ("torch.AdamW", 8)):
+        run = bowl(optimizer, options={"lr": 1e-3})
+        assert load_curve(run, execute(run, tmp_path).parent).state_bytes == pytest.approx(size, abs=0.5)
+
+
 def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
     run = bowl("adam")
     path = execute(run, tmp_path)
@@ -101,7 +161,8 @@ def test_a_damaged_file_is_noticed_and_made_again(damage, tmp_path, caplog):
     good, whole = load_curve(run, tmp_path), path.read_bytes()
     execute(other, tmp_path)
     altered = bytearray(whole)
-    altered[len(whole) // 4] ^= 1  # in the middle of a column
+    column = pq.read_metadata(path).row_group(0).column(2)
+    altered[column.data_page_offset + column.total_compressed_size - 1] ^= 1  # the end of a column
     path.write_bytes(
         {
             "empty": b"",

@@ -19,6 +19,7 @@ import typer
 from lodo._checks import check_choice
 from lodo.lab.errors import RunError
 from lodo.lab.experiments import CATALOG, Size
+from lodo.lab.experiments.catalog import TRACKS, track_of
 from lodo.lab.interrupts import say_what_is_kept
 from lodo.lab.optimizers import OPTIMIZERS
 from lodo.lab.plugins import is_plugin
@@ -148,7 +149,27 @@ def run(
         ),
     ] = None,
     list_them: Annotated[bool, typer.Option("--list", help="Show the experiments, tasks and optimizers.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A small variant that takes about a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small variant that takes a minute or two.")] = False,
+    track: Annotated[
+        str | None,
+        typer.Option(
+            help="For networks: tuned (every optimizer at the best of ten settings), untouched (each library's own "
+            "defaults) or rates (over four decades of learning rates). Default: tuned.",
+            callback=_checked(TRACKS),
+            autocompletion=_completed(TRACKS),
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="For networks: the tasks, such as 'mlp, cnn'. Default: all eight."),
+    ] = None,
+    rivals: Annotated[
+        Path | None,
+        typer.Option(
+            help="For networks: TOML file with further optimizers and tasks, written like networks.toml, such as "
+            '[rivals] radam = { optimizer = "torch.RAdam", label = "RAdam", lr = 0.001 }.'
+        ),
+    ] = None,
     steps: Steps = None,
     seconds: Seconds = None,
     seeds: Seeds = None,
@@ -190,7 +211,9 @@ def run(
         from lodo.lab.pipeline import run_experiment
 
         with using(data):
-            experiment = find_experiment(name)
+            experiment = find_experiment(name if track is None else track_of(name, track))
+            if rivals is not None:
+                experiment.add_rivals(rivals)
             request = experiment.request(
                 quick=quick,
                 evaluations=steps,
@@ -199,6 +222,7 @@ def run(
                 choices=None if optimizers is None else experiment.parse(optimizers),
                 task_options=task_options,
                 hyperparameters=hyperparameters,
+                tasks=tasks,
             )
             run_experiment(
                 experiment, request, out, workers=workers, scheduler=scheduler, checkpoint_every=checkpoint_every
@@ -555,7 +579,7 @@ def _print_list() -> None:
 
 
 def _size(size: Size) -> str:
-    return f"{size.evaluations:,} steps, {size.seeds} seed{'s' if size.seeds > 1 else ''}"
+    return size.words or f"{size.evaluations:,} steps, {size.seeds} seed{'s' if size.seeds > 1 else ''}"
 
 
 def _print_indented(name: str, text: str, indent: int, width: int) -> None:

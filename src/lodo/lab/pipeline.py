@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -15,9 +16,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from lodo._checks import check_int
 from lodo.lab.executor import OnProgress, load_finished, sweep
-from lodo.lab.experiments.base import Experiment, Plan, Request, Results, environments, step_time
+from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, environments, step_time
 from lodo.lab.files import check_folder, write_atomically
-from lodo.lab.run import Run
+from lodo.lab.run import Curve, Run
 from lodo.lab.show import tables
 
 
@@ -39,29 +40,37 @@ def run_experiment(
     ``if __name__ == "__main__":`` around the call.
     """
     console = console or Console()
-    plan = experiment.plan(request)
+    request = experiment.settled(request)
+    todo = experiment.plan(request)
     folder = out / experiment.name
     if workers is not None:
         check_int("workers", workers, low=0)  # before a folder is made
     check_folder("out", folder)
     for line in experiment.needs(request):
         console.print(line, markup=False, highlight=False)
-    runs = [run for runs_of_seed in zip(*plan.values(), strict=True) for run in runs_of_seed]  # seed after seed
-    with _progress_bars(plan, console) as on_progress:
-        sweep(
-            runs,
-            out / "runs",
-            workers=workers,
-            scheduler=scheduler,
-            on_progress=on_progress,
-            checkpoint_every=checkpoint_every,
-        )
-    results: Results = {cell: [load_finished(run, out / "runs") for run in runs] for cell, runs in plan.items()}
+    results: dict[Cell, list[Curve]] = {}
+    while todo:
+        with _progress_bars(todo, console) as on_progress:
+            sweep(
+                seed_after_seed(todo),
+                out / "runs",
+                workers=workers,
+                scheduler=scheduler,
+                on_progress=on_progress,
+                checkpoint_every=checkpoint_every,
+            )
+        results |= {cell: [load_finished(run, out / "runs") for run in runs] for cell, runs in todo.items()}
+        todo = {cell: runs for cell, runs in experiment.further(request, results).items() if cell not in results}
     _write(experiment, request, results, folder, console)
     if draw:
         written = _draw(experiment, request, results, folder)
         console.print(f"figures: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
     return folder
+
+
+def seed_after_seed(plan: Plan) -> list[Run]:
+    """The runs of a plan: the first of every cell, then the second of every cell that has one."""
+    return [run for of_seed in zip_longest(*plan.values()) for run in of_seed if run is not None]
 
 
 def _write(experiment: Experiment, request: Request, results: Results, folder: Path, console: Console) -> None:

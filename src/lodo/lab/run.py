@@ -34,11 +34,12 @@ import pyarrow.parquet as pq
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, but not declared so
 
-from lodo._checks import check_int, check_real
+from lodo._checks import check_choice, check_int, check_real
 from lodo.lab import plugins
 from lodo.lab.files import load_state, remove_leftovers, save_state, write_atomically
-from lodo.lab.optimizers import build, decays, needs_graph
+from lodo.lab.optimizers import build, evaluating, needs_graph, state_bytes
 from lodo.lab.optimizers.libraries import library_versions
+from lodo.lab.schedules import SCHEDULES, schedule_of
 from lodo.lab.tasks import find_task, make_task
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class Run:
         options: the optimizer's hyperparameters.
         track_every: number of steps between measurements of tracked quantities; 0 for none.
         sources: digests of the files of your own modules, by the modules' names; None computes them.
+        schedule: how the rate falls over the run, one of `lodo.lab.schedules.SCHEDULES`; None for the optimizer's own
+            way, which is a constant rate for all but LARS.
 
     Example:
         >>> run = Run("rosenbrock", "torch.SGD", seed=0, evaluations=100, options={"lr": 0.1})
@@ -81,9 +84,12 @@ class Run:
     options: Mapping[str, Any] = field(default_factory=dict)
     track_every: int = 0
     sources: Mapping[str, str] | None = None
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, low=0)
+        if self.schedule is not None:
+            check_choice("schedule", self.schedule, SCHEDULES)
         check_int("track_every", self.track_every, low=0)
         if self.evaluations is not None:
             check_int("evaluations", self.evaluations, low=1)
@@ -101,8 +107,9 @@ class Run:
     def settings(self) -> str:
         """The settings as canonical JSON."""
         settings = {"format": FORMAT, **asdict(self)}
-        if not self.sources:
-            del settings["sources"]
+        for name in ("sources", "schedule"):
+            if not settings[name]:
+                del settings[name]  # so that runs without them keep their addresses
         return json.dumps(settings, sort_keys=True)
 
     @cached_property
@@ -153,6 +160,7 @@ class Curve:
     environment: Mapping[str, str] = field(default_factory=dict)
     final: Mapping[str, float] = field(default_factory=dict)  # numbers measured once, at the end
     weights: Path | None = None  # the file of the final weights, if there is one
+    state_bytes: float | None = None  # of the optimizer at the end, for each weight; None in files that lack it
 
     def __getitem__(self, column: str) -> np.ndarray:
         return self.columns[column]
@@ -241,7 +249,9 @@ def load_curve(run: Run, folder: Path) -> Curve | None:
         return None
     weights = run.weights_path(folder)
     kept = weights if weights.is_file() else None
-    return Curve(run, about["diverged"], columns, about["environment"], about["final"], kept)
+    state = about.get("state_bytes")
+    known = float(state) if isinstance(state, (int, float)) else None
+    return Curve(run, about["diverged"], columns, about["environment"], about["final"], kept, known)
 
 
 _METADATA = {"settings": dict, "steps": int, "diverged": bool, "final": dict, "environment": dict}
@@ -284,7 +294,8 @@ class _Training:
         _seed(run.seed)
         self.task = make_task(run.task, run.task_options, run.seed)
         self.optimizer = build(run.optimizer, self.task, run.seed, run.options)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups] if decays(run.optimizer) else []
+        self.schedule = schedule_of(run.optimizer, run.schedule)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups] if self.schedule else []
         self.columns = {name: array("d") for name in COLUMNS}
         self.tracked: dict[str, array[float]] = {}
         self.tracked_at = array("d")
@@ -324,8 +335,10 @@ class _Training:
         limit = time.perf_counter() + min(_LOOK_EVERY, left)
         while True:
             begin = time.perf_counter()
-            for group, rate in zip(optimizer.param_groups, self.rates, strict=False):
-                group["lr"] = rate * (1 - self.fraction) ** 2
+            if self.schedule is not None:
+                factor = self.schedule(self.fraction)
+                for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
+                    group["lr"] = rate * factor
             task.draw()
             try:
                 optimizer.step(closure)
@@ -347,8 +360,14 @@ class _Training:
 
     def _measure(self) -> None:
         self.tracked_at.append(self.steps)
-        for name, value in self.task.tracked(self.optimizer, self.steps).items():
+        with evaluating(self.optimizer, self.task.params):
+            measured = self.task.tracked(self.optimizer, self.steps)
+        for name, value in measured.items():
             self.tracked.setdefault(name, array("d")).append(value)
+
+    def _final(self) -> dict[str, float]:
+        with evaluating(self.optimizer, self.task.params):
+            return self.task.final()
 
     def save_weights(self, path: Path) -> None:
         """Write the weights alone."""
@@ -402,6 +421,7 @@ class _Training:
     def parquet(self) -> bytes:
         """The curve as a Parquet file."""
         steps = self.steps
+        final = {} if self.diverged else self._final()
         columns = {name: np.asarray(column) for name, column in self.columns.items()}
         for name, column in self.tracked.items():
             columns[name] = np.full(steps, np.nan)
@@ -416,7 +436,8 @@ class _Training:
             "settings": json.loads(self.run.settings),
             "steps": steps,
             "diverged": self.diverged,
-            "final": {} if self.diverged else self.task.final(),
+            "final": final,
+            "state_bytes": state_bytes(self.optimizer) / sum(p.numel() for p in self.task.params),
             "environment": environment(),
         }
         table = pa.table({**counts, **numbers}).replace_schema_metadata({"lodo": json.dumps(about)})

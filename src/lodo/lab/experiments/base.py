@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +17,7 @@ from lodo.lab.optimizers import Choice, hyperparameters, parse, with_settings
 from lodo.lab.run import Curve, Run
 from lodo.lab.show.plots import Figure
 from lodo.lab.show.tables import Row
+from lodo.lab.tasks import find_task
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Request:
     choices: tuple[Choice, ...]
     task_options: Mapping[str, Any] = field(default_factory=dict)
     hyperparameters: str | None = None  # the file they were read from; None for the paper's
+    options: Mapping[str, Any] = field(default_factory=dict)  # what only this experiment knows
 
     def __post_init__(self) -> None:
         check_int("seeds", self.seeds, low=1)
@@ -100,8 +102,11 @@ class Experiment(ABC):
         choices: Sequence[Choice] | None = None,
         task_options: Mapping[str, Any] | None = None,
         hyperparameters: Path | None = None,
+        tasks: str | None = None,
     ) -> Request:
         """A request, with the experiment's own settings for whatever is left as None."""
+        if tasks is not None:
+            raise ValueError(f"tasks must be left out, since {self.name} has one task, got {tasks!r}")
         size = self.quick if quick else self.full
         if evaluations is None and seconds is None:
             evaluations = size.evaluations
@@ -114,6 +119,10 @@ class Experiment(ABC):
             {**(self.quick_task if quick else {}), **(task_options or {})},
             None if hyperparameters is None else str(hyperparameters),
         )
+
+    def add_rivals(self, path: Path) -> None:
+        """Add the optimizers and the tasks of a TOML file, where an experiment takes one."""
+        raise ValueError(f"rivals must be left out, since {self.name} takes no such file, got {str(path)!r}")
 
     @property
     def named(self) -> Mapping[str, Choice]:
@@ -131,18 +140,50 @@ class Experiment(ABC):
         given = ", ".join(f"{option}={_plain(value)!r}" for option, value in choice.options.items())
         return f"{name}({given})" if given else name
 
+    def words(self, request: Request) -> list[str] | None:
+        """The options of the command for a request, apart from its data and folder; None for the usual ones."""
+        return None
+
     @property
     def command(self) -> tuple[str, ...]:
         """The words of the command that runs it, without options."""
         return "lodo", "run", self.name
 
+    def settled(self, request: Request) -> Request:
+        """The request as it is stored: with whatever must not change when it is read again elsewhere."""
+        return request
+
+    def stored_requests(self, request: Request, digests: Callable[[str], set[str]]) -> Iterator[Request]:
+        """A request for each of the data sets that stored runs were made with.
+
+        Args:
+            request: the request as it was stored.
+            digests: the digests of the data of the stored runs of a task.
+        """
+        if find_task(self.task).dataset is None:
+            yield request
+            return
+        for digest in sorted(digests(self.task)):
+            yield replace(request, task_options={**request.task_options, "digest": digest})
+
     @abstractmethod
     def plan(self, request: Request) -> Plan:
         """The runs of every cell, by seed."""
 
+    def further(self, request: Request, results: Results) -> Plan:
+        """The cells that follow from results, such as the best setting on other seeds; known ones may be among them.
+
+        It is asked again whenever what it returned is finished, until it returns nothing new.
+        """
+        return {}
+
     @abstractmethod
     def rows(self, request: Request, results: Results) -> list[Row]:
         """The table."""
+
+    def read_row(self, fields: Mapping[str, Any]) -> Row:
+        """A row of the table from its fields in a summary."""
+        return self.row(**fields)
 
     @abstractmethod
     def figures(self, request: Request, results: Results) -> list[Figure]:
@@ -184,7 +225,11 @@ class Experiment(ABC):
         return f"{self.full.evaluations:,} steps"
 
     def make_run(self, choice: Choice, seed: int, request: Request, **task_options: Any) -> Run:
-        """One run, with the paper's hyperparameters for what the choice leaves open."""
+        """One run, with the paper's hyperparameters for what the choice leaves open.
+
+        Among them may be a ``schedule`` for the rate, one of `lodo.lab.schedules.SCHEDULES`.
+        """
+        options = hyperparameters(self.task, choice)
         return Run(
             task=self.task,
             optimizer=choice.optimizer,
@@ -192,7 +237,8 @@ class Experiment(ABC):
             evaluations=request.evaluations,
             seconds=request.seconds,
             task_options={**request.task_options, **task_options},
-            options=hyperparameters(self.task, choice),
+            schedule=options.pop("schedule", None),
+            options=options,
             track_every=request.track_every if self.tracks else 0,
         )
 

@@ -14,10 +14,12 @@ class Size:
     Args:
         evaluations: evaluations of the loss and its gradient in each run.
         seeds: number of runs of each optimizer.
+        words: the size in words, where one number of evaluations does not say it.
     """
 
     evaluations: int
     seeds: int
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Entry:
     quick: Size
     path: str = ""
 
+
+_NETWORKS = Size(evaluations=3_000, seeds=5, words="1,000 to 3,000 steps, tuning on 1 seed, results on 5")
+_FEW_NETWORKS = Size(evaluations=150, seeds=2, words="150 steps of fewer networks and optimizers, results on 2 seeds")
 
 _ENTRIES = (
     Entry(
@@ -143,5 +148,44 @@ _ENTRIES = (
         quick=Size(evaluations=30, seeds=1),
         path="paper.cifar10:Cifar10Experiment",
     ),
+    Entry(
+        "networks",
+        "Eight networks, every optimizer tuned",
+        "beyond the paper: eight real networks, ten optimizers at the best of ten settings each (--track tuned)",
+        task="mlp",
+        full=_NETWORKS,
+        quick=_FEW_NETWORKS,
+        path="beyond.networks.tracks:TunedTrack",
+    ),
+    Entry(
+        "networks-untouched",
+        "Eight networks, every optimizer as it comes",
+        "the same networks, each library's own defaults against tuned AdamW (networks --track untouched)",
+        task="mlp",
+        full=_NETWORKS,
+        quick=_FEW_NETWORKS,
+        path="beyond.networks.tracks:UntouchedTrack",
+    ),
+    Entry(
+        "networks-rates",
+        "Eight networks over four decades of learning rates",
+        "the same networks, the final loss against the learning rate (networks --track rates)",
+        task="mlp",
+        full=Size(evaluations=3_000, seeds=1, words="1,000 to 3,000 steps, 9 rates on 1 seed"),
+        quick=Size(evaluations=150, seeds=1, words="150 steps of fewer networks and optimizers, 5 rates on 1 seed"),
+        path="beyond.networks.rates:RatesTrack",
+    ),
 )
+TRACKS = ("tuned", "untouched", "rates")  # of networks; the first is the entry without a suffix
 CATALOG: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+
+def track_of(name: str, track: str) -> str:
+    """The entry of one of an experiment's tracks.
+
+    >>> track_of("networks", "tuned"), track_of("networks", "rates")
+    ('networks', 'networks-rates')
+    """
+    if name != "networks":
+        raise ValueError(f"track must be left out, since only networks has tracks, got {track!r} for {name}")
+    return name if track == TRACKS[0] else f"{name}-{track}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from lodo.lab.settings import read_settings
 from lodo.spelling import parse_calls
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from lodo.lab.tasks import Task
@@ -29,12 +31,13 @@ __all__ = [
     "Choice",
     "OptimizerEntry",
     "build",
-    "decays",
+    "evaluating",
     "hyperparameters",
     "needs_graph",
     "paper_hyperparameters",
     "parse",
     "resolve",
+    "state_bytes",
     "with_settings",
 ]
 
@@ -92,6 +95,12 @@ def _l2l(task: Task, seed: int, /, **options: Any) -> Optimizer:
     return make_l2l(task, seed, **options)
 
 
+def _muon(task: Task, seed: int, /, **options: Any) -> Optimizer:
+    from lodo.lab.optimizers.muon import make_muon
+
+    return make_muon(task, seed, **options)
+
+
 _LBFGS = "lodo.lab.optimizers.lbfgs:StochasticLBFGS"
 _LODO = "lodo:LODO"
 
@@ -117,6 +126,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "LODO, frozen", LOGLINEAR, _of_params_and_seed("lodo.lab.optimizers.frozen:FrozenLODO")
     ),
     "kron_lodo": OptimizerEntry("KronLODO", KRONECKER, _of_params("lodo:KronLODO")),
+    "muon_adamw": OptimizerEntry("Muon and AdamW", KRONECKER, _muon),
     "bfgs": OptimizerEntry("BFGS", QUADRATIC, _of_params("lodo.lab.optimizers.second_order:BFGS")),
     "lm": OptimizerEntry(
         "Levenberg-Marquardt", QUADRATIC, _of_params_and_hessian("lodo.lab.optimizers.second_order:LevenbergMarquardt")
@@ -239,9 +249,57 @@ def needs_graph(optimizer: Optimizer) -> bool:
     return type(optimizer).__name__ in ("AdaHessian", "SophiaH")
 
 
-def decays(name: str) -> bool:
-    """Whether its rate falls over a run as (1 - progress)^2, as LARS's does in the paper."""
-    return name == "lars"
+@contextmanager
+def evaluating(optimizer: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
+    """Let the parameters hold what the optimizer wants to be judged by, for a while.
+
+    Schedule-free optimizers train at one point and return another, their average: ``eval`` and ``train`` of their
+    libraries go from one to the other. Afterwards the parameters are what they were, bit for bit.
+
+    >>> import torch
+    >>> x = torch.nn.Parameter(torch.ones(1))
+    >>> with evaluating(torch.optim.SGD([x], lr=0.1), [x]):
+    ...     x.item()
+    1.0
+    """
+    switch = getattr(optimizer, "eval", None)
+    if switch is None:
+        yield
+        return
+    before = [p.detach().clone() for p in params]
+    switch()
+    try:
+        yield
+    finally:
+        optimizer.train()  # type: ignore[attr-defined]  # whoever has eval has it too
+        for p, value in zip(params, before, strict=True):
+            p.data.copy_(value)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """The memory that its state takes, as far as it is tensors.
+
+    >>> import torch
+    >>> x = torch.nn.Parameter(torch.ones(10))
+    >>> sgd = torch.optim.SGD([x], lr=0.1, momentum=0.9)
+    >>> x.sum().backward(); sgd.step(); state_bytes(sgd)
+    40
+    """
+    seen: dict[tuple[int, int], int] = {}
+
+    def visit(value: Any) -> None:
+        if hasattr(value, "untyped_storage"):
+            seen[value.data_ptr(), value.numel()] = value.numel() * value.element_size()
+        elif isinstance(value, Mapping):
+            for each in value.values():
+                visit(each)
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                visit(each)
+
+    state = optimizer.state_dict()  # a variable, so that no tensor is freed and its address used again
+    visit(state)
+    return sum(seen.values())
 
 
 def paper_hyperparameters(task: str, optimizer: str) -> dict[str, Any]:

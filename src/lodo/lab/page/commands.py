@@ -24,7 +24,10 @@ def run_command(experiment: Experiment, request: Request | None, out: Path, resu
     "lodo run bowl --quick --optimizers 'lodo, lodo(beta=0.5)' --task n=50"
     """
     words = [*experiment.command]
-    if request is not None:
+    own = None if request is None else experiment.words(request)
+    if own is not None:
+        words += own
+    elif request is not None:
         words += _size(experiment, request)
         if not _same_choices(experiment, request):
             words += ["--optimizers", ", ".join(map(experiment.spell, request.choices))]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
 from lodo.lab.optimizers import Choice
 from lodo.lab.run import Curve, Run, file_name, load_curve, read_metadata
 from lodo.lab.show.tables import Row
-from lodo.lab.tasks import find_task
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ def read_request(settings: Any) -> Request | None:
 
 def _rows(experiment: Experiment, rows: Any) -> list[Row]:
     try:
-        return [experiment.row(**row) for row in rows]
-    except TypeError as error:
+        return [experiment.read_row(row) for row in rows]
+    except (KeyError, TypeError) as error:
         log.warning("the summary of %s has rows of another version: %s", experiment.name, error)
         return []
 
@@ -99,15 +99,20 @@ def _rows(experiment: Experiment, rows: Any) -> list[Row]:
 def _curves(experiment: Experiment, request: Request, runs: Path) -> tuple[Results, list[Run]]:
     """The curves of every cell up to its first missing seed, and the missing runs."""
     most: tuple[Results, list[Run]] = ({}, [])
-    for plan in _plans(experiment, request, runs):
+    for stored in experiment.stored_requests(request, partial(digests, runs)):
         results: dict[Cell, list[Curve]] = {}
         missing: list[Run] = []
-        for cell, planned in plan.items():
-            curves = [load_curve(run, runs) for run in planned]
-            missing += [run for run, curve in zip(planned, curves, strict=True) if curve is None]
-            first = _until_missing(curves)
-            if len(first) >= experiment.least:
-                results[cell] = first
+        plan: Plan = {}
+        todo = experiment.plan(stored)
+        while todo:
+            for cell, planned in todo.items():
+                curves = [load_curve(run, runs) for run in planned]
+                missing += [run for run, curve in zip(planned, curves, strict=True) if curve is None]
+                first = _until_missing(curves)
+                if len(first) >= experiment.least:
+                    results[cell] = first
+            plan |= todo
+            todo = {cell: new for cell, new in experiment.further(stored, results).items() if cell not in plan}
         if len(results) > len(most[0]) or not most[1]:
             most = results, missing
     return most
@@ -121,15 +126,6 @@ def _until_missing(curves: Sequence[Curve | None]) -> list[Curve]:
             break
         first.append(curve)
     return first
-
-
-def _plans(experiment: Experiment, request: Request, runs: Path) -> Iterator[Plan]:
-    """The plan of a request, for each of the data sets that runs in the folder were made with."""
-    if find_task(experiment.task).dataset is None:
-        yield experiment.plan(request)
-        return
-    for digest in sorted(digests(runs, experiment.task)):
-        yield experiment.plan(replace(request, task_options={**request.task_options, "digest": digest}))
 
 
 def digests(runs: Path, task: str) -> set[str]:

@@ -30,7 +30,7 @@ _STYLES: dict[str, tuple[str, Dashes]] = {
     "Newton": (BLACK, ":"),
 }
 _OTHERS = ["#aa4499", "#44aa99", "#999933", "#88ccee", "#ddcc77", "#661100"]
-_DASHES: list[Dashes] = [(3, 1, 1, 1), (1, 1), (6, 2), "-"]
+_DASHES: list[Dashes] = [(3, 1, 1, 1), (1, 1), (6, 2), "-", (8, 2, 2, 2), (2, 3)]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,122 @@
+"""What settings/networks.toml says, and files written like it: the optimizers, the tasks and the small size."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lodo._checks import check_choice, check_int, check_real
+from lodo.lab.optimizers import Choice, resolve
+from lodo.lab.settings import read_settings
+from lodo.lab.tasks import check_task
+
+_RIVAL = ("optimizer", "label", "lr", "options")
+_TASK = ("task", "steps", "options", "extra", "quick", "quick_options")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A task, its options and the length of a run on it."""
+
+    task: str
+    steps: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_task(self.task)
+        check_int("steps", self.steps, low=10)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The optimizers and the tasks by name.
+
+    Args:
+        rivals: the optimizers; their settings have at least ``lr``, the library's default rate.
+        tasks: the tasks at full size.
+        small_tasks: those of the small size.
+        small_rivals: the names of the optimizers of the small size.
+        extra: the names of the tasks that are run only if they are named.
+    """
+
+    rivals: Mapping[str, Choice]
+    tasks: Mapping[str, Workload]
+    small_tasks: Mapping[str, Workload]
+    small_rivals: tuple[str, ...]
+    extra: frozenset[str]
+
+    def __or__(self, other: Entries) -> Entries:
+        """These and others; a name that is in both stands for the other's."""
+        return Entries(
+            {**self.rivals, **other.rivals},
+            {**self.tasks, **other.tasks},
+            {**self.small_tasks, **other.small_tasks},
+            tuple(dict.fromkeys((*self.small_rivals, *other.small_rivals))),
+            (self.extra - other.tasks.keys()) | other.extra,
+        )
+
+
+@functools.cache
+def own_entries() -> Entries:
+    """Those of networks.toml.
+
+    >>> own_entries().rivals["adamw"].settings, own_entries().tasks["gpt"].steps
+    ({'lr': 0.001}, 3000)
+    """
+    return make_entries(read_settings("networks"))
+
+
+def read_entries(path: Path) -> Entries:
+    """Those of a file; all its optimizers are part of the small size too."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        json.dumps(found, allow_nan=False)
+        entries = make_entries({"quick": {"rivals": list(found.get("rivals", {}))}, **found})
+        rivals = {name: replace(choice, optimizer=resolve(choice.optimizer)) for name, choice in entries.rivals.items()}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"rivals must be a TOML file written like networks.toml, got {str(path)!r}: {error}"
+        ) from error
+    if not entries.rivals and not entries.tasks:
+        raise ValueError(f"rivals must be a file with optimizers or tasks, got {str(path)!r}, which has none")
+    return replace(entries, rivals=rivals)
+
+
+def make_entries(found: Mapping[str, Any]) -> Entries:
+    """The entries of a parsed file.
+
+    >>> make_entries({"rivals": {"lodo": {"lr": 1.0}}}).rivals["lodo"].label
+    'LODO'
+    """
+    for section in found:
+        check_choice("a section", section, ("rivals", "tasks", "quick"))
+    tasks = found.get("tasks", {})
+    for name, fields in tasks.items():
+        for each in fields:
+            check_choice(f"a field of {name}", each, _TASK)
+    return Entries(
+        {name.lower(): _rival(name, fields) for name, fields in found.get("rivals", {}).items()},
+        {name: _workload(name, fields, "steps") for name, fields in tasks.items()},
+        {name: _workload(name, fields, "quick") for name, fields in tasks.items() if "quick" in fields},
+        tuple(found.get("quick", {}).get("rivals", ())),
+        frozenset(name for name, fields in tasks.items() if fields.get("extra")),
+    )
+
+
+def _rival(name: str, fields: Mapping[str, Any]) -> Choice:
+    for each in fields:
+        check_choice(f"a field of {name}", each, _RIVAL)
+    check_real(f"lr of {name}", fields.get("lr"), low=0.0, open_low=True)
+    optimizer = fields.get("optimizer", name)
+    return Choice(optimizer, title=fields.get("label"), settings={"lr": fields["lr"], **fields.get("options", {})})
+
+
+def _workload(name: str, fields: Mapping[str, Any], length: str) -> Workload:
+    options = {**fields.get("options", {}), **(fields.get("quick_options", {}) if length == "quick" else {})}
+    check_int(f"{length} of {name}", fields.get(length), low=10)
+    return Workload(fields.get("task", name), fields[length], options)

@@ -1,0 +1,185 @@
+"""The tracks that report on several seeds: every optimizer tuned, and every optimizer as it comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lodo.lab.experiments.base import Plan, Request, Results
+from lodo.lab.experiments.beyond.networks.base import (
+    OURS,
+    REFERENCE,
+    Entrant,
+    NetworksExperiment,
+    entrants,
+    grid_size,
+    reported,
+    tried,
+    workloads,
+)
+from lodo.lab.experiments.beyond.networks.figures import curve_figure, ratio_figure
+from lodo.lab.experiments.beyond.networks.rows import OverallRow, SettingRow
+from lodo.lab.experiments.beyond.networks.standings import TRAINING, VALIDATION, Reports, overall_metric, rows
+from lodo.lab.experiments.beyond.networks.trials import CONSTANT, Trial, best, edge, grid, rate
+from lodo.lab.optimizers import Choice
+from lodo.lab.show.plots import Figure
+from lodo.lab.show.tables import Row
+
+SETTINGS = "settings that were chosen on the tuning seed"
+TUNED = f"{REFERENCE} tuned"  # the name of the reference where the others are untouched
+
+
+class TunedTrack(NetworksExperiment):
+    """Every optimizer at the best of as many trials."""
+
+    track = "tuned"
+    reference = REFERENCE
+
+    def tuned(self, request: Request) -> list[Entrant]:
+        """The optimizers that are tuned."""
+        return entrants(request)
+
+    def reporting(self, request: Request) -> list[Entrant]:
+        """The optimizers whose results are shown."""
+        return entrants(request)
+
+    def plan(self, request: Request) -> Plan:
+        """The grid, on the tuning seed."""
+        plan: Plan = {}
+        for name in workloads(request):
+            for entrant in self.tuned(request):
+                plan |= self.tuning_cells(request, name, entrant, grid(grid_size(request)))
+        return plan
+
+    def further(self, request: Request, results: Results) -> Plan:
+        """Further rates where the best was at an edge; then the best setting on the other seeds."""
+        return self.after_tuning(request, results, self.tuned(request))
+
+    def reports(self, request: Request, results: Results) -> Reports:
+        """The curves of the seeds that report, by task and optimizer."""
+        return {
+            name: {
+                entrant.label: results[reported(entrant, name)]
+                for entrant in self.reporting(request)
+                if reported(entrant, name) in results
+            }
+            for name in workloads(request)
+        }
+
+    def rows(self, request: Request, results: Results) -> list[Row]:
+        reports = {name: found for name, found in self.reports(request, results).items() if found}
+        return [*(rows(reports, self.reference) if reports else []), *self._setting_rows(request, results)]
+
+    def _setting_rows(self, request: Request, results: Results) -> list[SettingRow]:
+        found = []
+        number = grid_size(request)
+        for name in workloads(request):
+            for entrant in self.tuned(request):
+                losses = tried(results, name, entrant, number)
+                if not losses:
+                    continue
+                trial = best(losses)
+                loss, every = losses[trial], {each.power for each in losses}
+                added = len(every) - number
+                found.append(
+                    SettingRow(
+                        entrant.label,
+                        SETTINGS,
+                        loss if math.isfinite(loss) else None,
+                        None,
+                        1,
+                        int(math.isinf(loss)),
+                        task=name,
+                        lr=rate(entrant.default, trial.power),
+                        schedule=trial.schedule,
+                        rates=number,
+                        added=added if max(every) > number // 2 else -added,
+                        at_edge=bool(edge(losses)),
+                    )
+                )
+        return found
+
+    def figures(self, request: Request, results: Results) -> list[Figure]:
+        reports = {name: found for name, found in self.reports(request, results).items() if found}
+        found = self.rows(request, results)
+        overall = [row for row in found if isinstance(row, OverallRow)]
+        if not reports or not overall:
+            return []
+        return [
+            curve_figure(f"{self.name}-curves", reports),
+            *ratio_figure(f"{self.name}-ratios", found, self.reference),
+        ]
+
+    def sentence(self, rows: Sequence[Row]) -> str:
+        parts = []
+        for metric, name in ((TRAINING, "training"), (VALIDATION, "validation")):
+            found = {
+                row.optimizer: row.mean
+                for row in rows
+                if row.metric == overall_metric(metric) and row.mean is not None and row.optimizer != self.reference
+            }
+            if not found:
+                continue
+            lowest = min(found, key=lambda label: found[label])
+            ours = f"{OURS} {found[OURS]:.3f}, " if OURS in found and lowest != OURS else ""
+            parts.append(f"{name} {ours}the lowest {lowest} {found[lowest]:.3f}")
+        if not parts:
+            return "Nothing to compare: no optimizer but the reference has finished without diverging."
+        return f"Geometric mean of the losses over tuned AdamW's: {'; '.join(parts)}."
+
+    def notes(self, request: Request, results: Results) -> list[str]:
+        number = grid_size(request)
+        return [
+            *self._about_settings(number),
+            "A seed draws the same first weights and the same batches for all optimizers. Differences to AdamW are "
+            "taken seed by seed; s.e. is the standard error of the mean.",
+            "Steps and seconds are counted until the mean training loss over a tenth of the run's steps is as low as "
+            "AdamW's at its end on the same seed. Seconds leave out the first step and measurements; they and the "
+            "times of steps are honest only if every run had a core of its own.",
+            "A run whose loss became infinite or NaN has diverged, and counts as the worst. Schedule-free is validated "
+            "at its average, and its training loss is that of the point where it trains.",
+        ]
+
+    def _about_settings(self, number: int) -> list[str]:
+        return [
+            f"Each optimizer had {2 * number} trials a task on seed 0, which reports nothing: {number} rates around "
+            "the library's default, sqrt(10) apart, each constant and with a cosine to zero. The lowest training loss "
+            "over the last 10 % was chosen. Where it was at the edge of the rates, up to 3 more were tried.",
+        ]
+
+    def about(self, request: Request) -> str:
+        return f"{self.size(request)}, settings chosen on another. Not in the paper."
+
+
+class UntouchedTrack(TunedTrack):
+    """Every optimizer at its library's defaults, beside tuned AdamW."""
+
+    track = "untouched"
+    reference = TUNED
+
+    def with_reference(self, chosen: list[Choice]) -> list[Choice]:
+        return chosen
+
+    def tuned(self, request: Request) -> list[Entrant]:
+        return [Entrant(TUNED, replace(self.named["adamw"], title=TUNED))]
+
+    def reporting(self, request: Request) -> list[Entrant]:
+        return [*self.tuned(request), *entrants(request)]
+
+    def plan(self, request: Request) -> Plan:
+        """AdamW's grid on the tuning seed, and everything else as it comes on the seeds that report."""
+        plan = super().plan(request)
+        for name in workloads(request):
+            for entrant in entrants(request):
+                plan |= self.report_cell(request, name, entrant, Trial(0, CONSTANT))
+        return plan
+
+    def _about_settings(self, number: int) -> list[str]:
+        return [
+            "Each optimizer has one setting for all tasks, its library's defaults without a schedule. AdamW tuned is "
+            f"the best of {2 * number} trials a task on another seed, as in the track 'tuned'.",
+        ]
+
+    def about(self, request: Request) -> str:
+        return f"{self.size(request)}, each optimizer at its library's defaults. Not in the paper."
