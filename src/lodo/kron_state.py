@@ -35,7 +35,8 @@ def fresh_state(p: Tensor, options: Options) -> State:
     if options["gains"] and is_orthogonal:
         matrices += ["direction"]
     state = {name: torch.zeros((), dtype=dtype, device=p.device) for name in numbers}
-    state |= {name: torch.zeros(shape, dtype=dtype, device=p.device) for name in matrices}
+    dtypes = {"scaled_grad": torch.float64 if dtype == torch.float64 else torch.int8}
+    state |= {name: torch.zeros(shape, dtype=dtypes.get(name, dtype), device=p.device) for name in matrices}
     if "gate" in state:
         state["gate"].fill_(1)
     if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
@@ -81,18 +82,58 @@ def _check_entry(name: str, expected: State, found: State) -> None:
             raise ValueError(f"the state of {name} has numbers in {what} that are not finite: it is damaged")
 
 
-def restored(p: Parameter, loaded: State) -> State:
-    """A copy of a loaded state in the dtype and on the device of the parameter's own."""
-    dtype = state_dtype(p)
-    return {name: torch.as_tensor(value).to(p.device, dtype, copy=True) for name, value in loaded.items()}
+def restored(p: Parameter, options: Options, loaded: State) -> State:
+    """A copy of a loaded state in the dtypes and on the device of the parameter's own."""
+    unit = unit_of(options["betas"][1])
+    dtypes = {name: like.dtype for name, like in fresh_state(p.to("meta"), options).items()}
+    found = {}
+    for name, given in loaded.items():
+        value, dtype = torch.as_tensor(given).to(p.device), dtypes.get(name, state_dtype(p))
+        if name == "scaled_grad" and value.dtype != dtype:
+            value = coded(decoded(value, state_dtype(p), unit), dtype, unit)
+        found[name] = value.to(dtype, copy=True)
+    return found
+
+
+# ---------------------------------------------------------------- scaled gradients in 8 bits
+
+
+def unit_of(beta2: float) -> float:
+    """What the 1 of a scaled gradient U = X / R in 8 bits means.
+
+    V contains (1 - beta2) X^2, so no entry of U is larger than 1 / sqrt(1 - beta2): that is the 127. U is kept only
+    for its inner product with the next gradient, in which the errors of rounding nearly cancel.
+
+    >>> unit_of(0.95) * 127
+    4.4721359549995...
+    """
+    return 1 / (127 * math.sqrt(1 - beta2))
+
+
+def coded(U: Tensor, dtype: torch.dtype, unit: float) -> Tensor:
+    """Scaled gradients as they are stored: exactly, or in 8 bits.
+
+    >>> coded(torch.tensor([0.26, -9.0]), torch.int8, 0.1)
+    tensor([  3, -90], dtype=torch.int8)
+    """
+    return (U / unit).round_().clamp_(-127, 127).to(dtype) if dtype == torch.int8 else U
+
+
+def decoded(U: Tensor, dtype: torch.dtype, unit: float) -> Tensor:
+    """What `coded` has stored.
+
+    >>> decoded(torch.tensor([3], dtype=torch.int8), torch.float32, 0.1)
+    tensor([0.3000])
+    """
+    return U.to(dtype) * unit if U.dtype == torch.int8 else U
 
 
 def state_bytes(p: Tensor, options: Options) -> int:
     """The bytes of a parameter's state.
 
     >>> options = {"basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024}
-    >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, the last gradient, two bases, two covariances
-    28
+    >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, U, two bases, two covariances; U has 8 bits
+    25
     """
     state = fresh_state(torch.empty_like(p, device="meta"), options)
     return sum(value.numel() * value.element_size() for value in state.values())
