@@ -13,7 +13,8 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
     W -= lr e^c P S Q'
 
-A dimension of 1, or above ``max_dim``, has the identity for its basis.
+A dimension of 1, or above ``max_dim``, has the identity for its basis. Of the last step, X / R is kept for <X, D>; in
+8 bits unless parameters are in double precision (`lodo.kron_state.unit_of`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -44,18 +46,20 @@ from lodo.kron_state import (
     diagnose,
     fresh_state,
     restored,
+    spelled_dtype,
     state_bytes,
     unit_of,
 )
 from lodo.meta import BETA2, adam_step
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
-from lodo.rounding import mix, random_bits, round_to, update_key
+from lodo.rounding import random_bits, round_to, update_key
 from lodo.scalars import Flag, largest, logarithm, plain
 from lodo.stacks import Bundle, Part, Stack, State, bundled
 
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
 LONGEST = 0.03  # the largest lr e^c: how far a step may move the weights, in the root mean square
+HALVED_FROM = 512  # rows of a covariance from which it pays on a CPU to compute one triangle and copy the other
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
 
 # ---------------------------------------------------------------- the equations, on stacks of matrices
@@ -346,7 +350,7 @@ def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, ref
 
 
 def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:
-    """``A = beta A + (1 - beta) G H``, in place.
+    """``A = beta A + (1 - beta) G H`` in place, where ``G H`` is symmetric: of large ones, half is computed.
 
     >>> A = torch.ones(1, 1, 1)
     >>> average_product(A, 2 * A, A, 0.5, True)
@@ -355,8 +359,14 @@ def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> N
     """
     if isinstance(ok, Tensor):
         A.lerp_(G @ H, share(beta, ok, A))
-    else:
+    elif A.shape[1] < HALVED_FROM or A.device.type != "cpu":
         A.baddbmm_(G, H, beta=beta, alpha=1 - beta)
+    else:
+        edges = [A.shape[1] * i // 4 for i in range(5)]
+        for A_, G_, H_ in zip(A, G, H, strict=True):
+            for start, stop in pairwise(edges):
+                A_[start:stop, start:].addmm_(G_[start:stop], H_[:, start:], beta=beta, alpha=1 - beta)
+                A_[stop:, start:stop] = A_[start:stop, stop:].T
 
 
 def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: Tensor, ok: Flag) -> None:
@@ -366,8 +376,7 @@ def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: T
     if part.fused is not None and not isinstance(ok, Tensor):  # beside parameters on a device, it must be masked
         rate = rates.numpy()
         numbers = *Factors.of(options, bundle.arrays), bundle.arrays.get("gate", rate), rate
-        key = mix(update_key(0, options["steps"]))
-        part.fused.direction(X, (1 - b1, 1 - b2), unit_of(b2), key, numbers, squares)
+        part.fused.direction(X, (1 - b1, 1 - b2), unit_of(b2), bundle.arrays["step"], numbers, squares)
     else:
         factors = Factors.of(options, bundle.numbers)
         for stack, view in zip(part.stacks, part.views(X), strict=True):
@@ -382,10 +391,7 @@ def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: T
 def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: Flag) -> Tensor:
     """S, after X has entered the averages M and V."""
     b1, b2 = options["betas"]
-    bits = places = None
-    if stack.M.dtype == torch.bfloat16:
-        places = torch.arange(X[0].numel(), device=X.device).reshape(X[0].shape)
-        bits = random_bits(update_key(0, options["steps"]), 0, places)
+    bits = bits_of(stack) if stack.M.dtype == torch.bfloat16 else None
     M = averaged(stack.M, X, share(b1, ok, X), None if bits is None else bits & 0xFFFF)
     if stack.V is None:
         S = orthogonal(torch.lerp(X, M, b1)) * (0.2 * math.sqrt(max(stack.shape)))  # about as long as Adam's steps are
@@ -399,6 +405,12 @@ def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: F
     U = X / R
     stack.U.copy_(kept(ok, coded(U, stack.U.dtype, unit_of(b2)), stack.U))
     return torch.lerp(U, N, stack.numbers["gate"].reshape(-1, 1, 1))
+
+
+def bits_of(stack: Stack) -> Tensor:
+    """The random bits with which averages in bfloat16 are rounded: they depend on the step and on the place."""
+    places = torch.arange(math.prod(stack.shape), device=stack.M.device).reshape(stack.shape)
+    return random_bits(update_key(0, stack.numbers["step"].long().reshape(-1, 1, 1)), 0, places)
 
 
 def averaged(stored: Tensor, X: Tensor, share: float | Tensor, bits: Tensor | None) -> Tensor:
@@ -443,6 +455,9 @@ class KronLODO(Optimizer):
             runs.
         max_dim: larger dimensions have no basis.
         refresh_every: the number of steps between refreshes of the bases.
+        state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
+            the step is taken with the exact ones. The covariances stay whole, because bfloat16 would lose their small
+            eigenvalues. None keeps everything in float32, or in float64 for parameters in double precision.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         nonfinite: what to do if a gradient is NaN, infinite, or so large that its square would be: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other
@@ -485,6 +500,7 @@ class KronLODO(Optimizer):
         anneal: float = 300.0,
         max_dim: int = 1024,
         refresh_every: int = 10,
+        state_dtype: str | torch.dtype | None = None,
         backend: str = "auto",
         nonfinite: str = "raise",
     ) -> None:
@@ -506,6 +522,7 @@ class KronLODO(Optimizer):
             "anneal": anneal,
             "max_dim": max_dim,
             "refresh_every": refresh_every,
+            "state_dtype": spelled_dtype(state_dtype),
             "steps": 0,
             "peak_lr": 0.0,
         }
@@ -600,6 +617,8 @@ class KronLODO(Optimizer):
         for name in ("backend", "nonfinite"):
             if name in param_group:
                 raise ValueError(f"{name} is not an option of a group (got {param_group[name]!r}); pass it to KronLODO")
+        if "state_dtype" in param_group:
+            param_group["state_dtype"] = spelled_dtype(param_group["state_dtype"])
         check_options({**self.defaults, **param_group})
         index = len(self.param_groups)
         super().add_param_group(param_group)

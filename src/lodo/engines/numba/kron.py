@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lodo.engines.numba import scaling, tiles
 from lodo.engines.numba.compiling import Kernel, version_of
+from lodo.rounding import mix, update_key
 
 _PIECE = 1 << 14  # numbers of a parameter that are summed together
 _PARALLEL_FROM = 1 << 17  # numbers from which a second thread pays
@@ -34,6 +35,7 @@ class FusedPasses:
         self, M: Tensor, V: Tensor, U: Tensor | None, sizes: Sequence[int], first: int, dtype: torch.dtype
     ) -> None:
         self._gated, self._coded = U is not None, U is not None and U.dtype == torch.int8
+        self._short = M.dtype == torch.bfloat16
         self._arrays = [_array(M), _array(V), _array(V if U is None else U)]  # the last is not touched without a gate
         pieces = [(i, n * j // count, n * (j + 1) // count) for i, n in enumerate(sizes) for count in [-(-n // _PIECE)]
                   for j in range(count)]  # fmt: skip
@@ -54,11 +56,12 @@ class FusedPasses:
         )  # fmt: skip
 
     def direction(
-        self, X: Tensor, shares: tuple[float, float], unit: float, key: int, numbers: Sequence[Any], found: Tensor
+        self, X: Tensor, shares: tuple[float, float], unit: float, t: Any, numbers: Sequence[Any], found: Tensor
     ) -> None:
-        """X becomes ``rate S``, after it has entered the averages; |S|^2 is written into ``found``."""
+        """X becomes ``rate S``, after it has entered the averages at step t; |S|^2 is written into ``found``."""
+        keys = (mix(update_key(0, t.astype(np.int64))) if self._short else t).astype(np.uint32)
         self._run(
-            _DIRECTION, X.numpy(), *self._arrays, self._gated, unit, key, *shares, *numbers, *self._pieces,
+            _DIRECTION, X.numpy(), *self._arrays, self._gated, unit, keys, *shares, *numbers, *self._pieces,
             self._places, self._sums, found.numpy(),
         )  # fmt: skip
 
