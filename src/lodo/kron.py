@@ -13,16 +13,19 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
     W -= lr e^c P S Q'
 
-A dimension of 1, or above ``max_dim``, has the identity for its basis.
+A dimension of 1, or above ``max_dim``, has the identity for its basis. Of the last step, X / R is kept for <X, D>; in
+8 bits unless parameters are in double precision (`lodo.kron_state.unit_of`).
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -38,42 +41,54 @@ from lodo.kron_state import (
     check_params,
     check_rate,
     check_state,
+    coded,
+    decoded,
     diagnose,
     fresh_state,
     restored,
+    spelled_dtype,
     state_bytes,
+    unit_of,
 )
-from lodo.meta import BETA2, Learned
+from lodo.meta import BETA2, adam_step
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
+from lodo.rounding import random_bits, round_to, update_key
 from lodo.scalars import Flag, largest, logarithm, plain
-from lodo.stacks import Bundle, Stack, State, bundled
+from lodo.stacks import Bundle, Part, Stack, State, bundled
 
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
 LONGEST = 0.03  # the largest lr e^c: how far a step may move the weights, in the root mean square
+HALVED_FROM = 512  # rows of a covariance from which it pays on a CPU to compute one triangle and copy the other
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
 
 # ---------------------------------------------------------------- the equations, on stacks of matrices
 
 
-def turned(G: Tensor, P: Tensor | None, Q: Tensor | None) -> Tensor:
+def turned(G: Tensor, P: Tensor | None, Q: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``P' G Q``, where None is the identity.
 
-    >>> turned(torch.tensor([[1.0, 2.0]]), None, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-    tensor([[2., 1.]])
+    >>> turned(torch.tensor([[[1.0, 2.0]]]), None, torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]))
+    tensor([[[2., 1.]]])
     """
-    X = G if P is None else P.mT @ G
-    return X if Q is None else X @ Q
+    return _product([None if P is None else P.mT, G, Q], out)
 
 
-def turned_back(S: Tensor, P: Tensor | None, Q: Tensor | None) -> Tensor:
+def turned_back(S: Tensor, P: Tensor | None, Q: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``P S Q'``, where None is the identity.
 
-    >>> turned_back(torch.tensor([[1.0, 2.0]]), None, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-    tensor([[2., 1.]])
+    >>> turned_back(torch.tensor([[[1.0, 2.0]]]), None, torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]))
+    tensor([[[2., 1.]]])
     """
-    S = S if P is None else P @ S
-    return S if Q is None else S @ Q.mT
+    return _product([P, S, None if Q is None else Q.mT], out)
+
+
+def _product(factors: Sequence[Tensor | None], out: Tensor | None) -> Tensor:
+    """The product of those that are not None, in ``out`` if there is more than one."""
+    first, *others = [X for X in factors if X is not None]
+    for i, X in enumerate(others, 1):
+        first = torch.bmm(first, X, out=out if i == len(others) else None)
+    return first
 
 
 def refreshed(A: Tensor, P: Tensor) -> Tensor:
@@ -82,12 +97,12 @@ def refreshed(A: Tensor, P: Tensor) -> Tensor:
     A is scaled to a mean eigenvalue of 1, so it may be of any size, and has `NOISE` added to its eigenvalues: where
     gradients have never been, P stays.
 
-    >>> refreshed(torch.tensor([[0.0, 1e-30], [1e-30, 1e-30]]), torch.eye(2)).abs()
-    tensor([[5.0068e-06, 1.0000e+00],
-            [1.0000e+00, 5.0068e-06]])
+    >>> refreshed(torch.tensor([[[0.0, 1e-30], [1e-30, 1e-30]]]), torch.eye(2)[None]).abs()
+    tensor([[[5.0068e-06, 1.0000e+00],
+             [1.0000e+00, 5.0068e-06]]])
     """
     size = A.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).unsqueeze(-1)
-    Z: Tensor = torch.linalg.qr((A / torch.where(size > 0, size, 1)) @ P + NOISE * P)[0]
+    Z: Tensor = torch.linalg.qr(torch.baddbmm(P, A / torch.where(size > 0, size, 1), P, beta=NOISE))[0]
     return Z
 
 
@@ -139,86 +154,129 @@ def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
 class Factors(NamedTuple):
     """What turns the averages M and V into M^ and R: one number for each parameter."""
 
-    mean: Tensor  # M^ = mean M
-    root: Tensor  # R = root sqrt(V) + least
-    least: Tensor
+    mean: Any  # M^ = mean M
+    root: Any  # R = root sqrt(V) + least
+    least: Any
 
     @classmethod
-    def of(cls, options: Options, bundle: Bundle) -> Factors:
-        """The factors after the last step."""
+    def of(cls, options: Options, numbers: Mapping[str, Any]) -> Factors:
+        """The factors after the last step, of tensors or of arrays."""
         b1, b2 = options["betas"]
-        numbers = bundle.numbers
-        t = numbers["step"].clamp(min=1)
-        root = (1 - b2**t).rsqrt()
-        least = torch.full_like(root, options["eps"])
+        t = numbers["step"] + (numbers["step"] == 0)
+        root = (1 - b2**t) ** -0.5
+        least = options["eps"] + 0 * root
         if "norm_sq" in numbers:
-            least = least.addcmul(root, (numbers["norm_sq"] / bundle.sizes).sqrt(), value=NOISE)
+            least = least + NOISE * root * (numbers["norm_sq"] / numbers["size"]) ** 0.5
         return cls(1 / (1 - b1**t), root, least)
 
     def at(self, stack: Stack) -> Factors:
         """Those of a stack."""
         return Factors(*(factor[stack.rows].reshape(-1, 1, 1) for factor in self))
 
-    def arrays(self, stack: Stack) -> list[Any]:
-        """Those of a stack, for kernels."""
-        return [factor.numpy()[stack.rows] for factor in self]
+
+class Reading(NamedTuple):
+    """What the gradients of a bundle say."""
+
+    gradients: list[list[Tensor]]  # G of every stack, part by part
+    turned: list[Tensor]  # X of every part, flat
+    sums: Tensor  # |X|^2, <X, M^ / R> and <X, U> of every parameter, the last two with the last step's M^, R and U
+
+    def masked(self, ok: Tensor) -> Reading:
+        """Zeros, if a device refuses the step."""
+        gradients = [[torch.where(ok, G, 0) for G in part] for part in self.gradients]
+        return Reading(gradients, [torch.where(ok, X, 0) for X in self.turned], torch.where(ok, self.sums, 0))
 
 
-def advance(options: Options, bundle: Bundle, gradients: Sequence[Tensor], norms: Tensor, ok: Flag) -> None:
-    """Learn from the last step, then take the next one.
-
-    Args:
-        options: of the parameter group.
-        bundle: its parameters and their states.
-        gradients: G of every stack.
-        norms: |G| of every parameter.
-        ok: whether the gradients can be used. If a device finds that they cannot, nothing changes.
-    """
-    numbers, stacks = bundle.numbers, bundle.stacks
-    if isinstance(ok, Tensor):
-        gradients, norms = [torch.where(ok, G, 0) for G in gradients], torch.where(ok, norms, 0)
-    Xs = [turned(G, stack.P, stack.Q) for stack, G in zip(stacks, gradients, strict=True)]
-    if "length" in numbers:
-        factors = Factors.of(options, bundle)
-        slopes = [last_slopes(stack, X, factors) for stack, X in zip(stacks, Xs, strict=True)]
-        XS, XD = (torch.cat(parts) for parts in zip(*slopes, strict=True))
-        scale = norms * numbers["length"]  # |X| = |G|
-        scale = torch.where(scale > 0, 1 / scale, 0)
-        learn(options, numbers, XS * scale, XD * scale, ok)
-    numbers["step"].add_(ok)
-    if "norm_sq" in numbers:
-        numbers["norm_sq"].lerp_(norms.square(), share(options["betas"][1], ok, norms))
-    if isinstance(ok, Tensor):
-        numbers["skipped"].add_(torch.logical_not(ok))
-    lr = options["lr"] * share(0.0, ok, norms)
-    rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(norms))
-    factors = Factors.of(options, bundle)
-    refresh = options["steps"] % options["refresh_every"] == 0
-    for stack, G, X in zip(stacks, gradients, Xs, strict=True):
-        X = follow_covariances(options, stack, G, X, refresh, ok)
-        step = next_step(options, stack, X, factors, rates, ok)
-        stack.move(turned_back(step, stack.P, stack.Q), 1 - lr * options["weight_decay"])
+def read(options: Options, bundle: Bundle) -> Reading:
+    """Turn the gradients; nothing changes yet."""
+    step, unit = bundle.numbers["step"], unit_of(options["betas"][1])
+    reading = Reading([], [], step.new_zeros(3, len(step)))
+    learning = "length" in bundle.numbers
+    factors = Factors.of(options, bundle.arrays or bundle.numbers) if learning else None
+    for part in bundle.parts:
+        X = part.empty()
+        views = part.views(X)
+        reading.turned.append(X)
+        reading.gradients.append([turn_gradient(options, *pair) for pair in zip(part.stacks, views, strict=True)])
+        if part.fused is not None:
+            part.fused.slopes(X, learning, unit, factors or [bundle.arrays["step"]] * 3, reading.sums)
+            continue
+        for stack, view in zip(part.stacks, views, strict=True):
+            reading.sums[:, stack.rows] = sums_of(stack, view, factors and factors.at(stack), unit)
+    return reading
 
 
-def last_slopes(stack: Stack, X: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
-    """``<X, S>`` and ``<X, D>`` with the last step's S and D."""
-    if stack.V is None:
-        XS = inner(X, stack.S) if stack.S is not None else X.new_zeros(len(X))
-        return XS, torch.zeros_like(XS)
-    if stack.fused is not None:
-        XN, XU = stack.fused.slopes(X, *factors.arrays(stack))
-    else:
-        XN = inner(X, scaled_average(stack.M, stack.V, factors.at(stack))[0])
-        XU = XN if stack.U is None else inner(X, stack.U)
-    if stack.U is None:
-        return XN, torch.zeros_like(XN)
-    return torch.lerp(XU, XN, stack.numbers["gate"]), XN - XU
+def turn_gradient(options: Options, stack: Stack, X: Tensor) -> Tensor:
+    """Write X; returns G."""
+    P, Q = stack.bases()
+    plain = P is None and Q is None
+    G = stack.gradient(X if plain else torch.empty_like(X))
+    if options["maximize"]:
+        G = -G
+    if not plain:
+        turned(G, P, Q, out=X)
+    elif G is not X:
+        X.copy_(G)
+    return G
+
+
+def sums_of(stack: Stack, X: Tensor, factors: Factors | None, unit: float) -> Tensor:
+    """``|X|^2``, ``<X, M^ / R>`` and ``<X, U>`` of every matrix; ``<X, S>`` second where directions are orthogonal."""
+    sums = X.new_zeros(3, len(X))
+    sums[0] = inner(X, X)
+    if stack.V is not None and factors is not None:
+        sums[1] = inner(X, scaled_average(stack.M.to(X.dtype), stack.V.to(X.dtype), factors)[0])
+    elif stack.S is not None:
+        sums[1] = inner(X, stack.S.to(X.dtype))
+    if stack.U is not None:
+        sums[2] = inner(X, decoded(stack.U, X.dtype, unit))
+    return sums
 
 
 def scaled_average(M: Tensor, V: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
     """``M^ / R`` and ``R``."""
     R = V.sqrt().mul_(factors.root).add_(factors.least)
     return M.mul(factors.mean).div_(R), R
+
+
+def advance(options: Options, bundle: Bundle, reading: Reading, ok: Flag) -> None:
+    """Learn from the last step, then take the next one.
+
+    Args:
+        options: of the parameter group.
+        bundle: its parameters and their states.
+        reading: of their gradients.
+        ok: whether the gradients can be used. If a device finds that they cannot, nothing changes.
+    """
+    numbers = bundle.numbers
+    if isinstance(ok, Tensor):
+        reading = reading.masked(ok)
+    if "length" in numbers:
+        learn_from_last_step(options, numbers, reading.sums, ok)
+    numbers["step"].add_(ok)
+    if "norm_sq" in numbers:
+        numbers["norm_sq"].lerp_(reading.sums[0], share(options["betas"][1], ok, reading.sums))
+    if isinstance(ok, Tensor):
+        numbers["skipped"].add_(torch.logical_not(ok))
+    lr = options["lr"] * share(0.0, ok, reading.sums)
+    rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
+    refresh = options["steps"] % options["refresh_every"] == 0
+    for part, gradients, X in zip(bundle.parts, reading.gradients, reading.turned, strict=True):
+        views = part.views(X)
+        for stack, G, view in zip(part.stacks, gradients, views, strict=True):
+            follow_covariances(options, stack, G, view, refresh, ok)
+        next_steps(options, bundle, part, X, rates, ok)
+        changes = [turned_back(S, *stack.bases()) for stack, S in zip(part.stacks, views, strict=True)]
+        part.move(changes, 1 - lr * options["weight_decay"])
+
+
+def learn_from_last_step(options: Options, numbers: State, sums: Tensor, ok: Flag) -> None:
+    """Update c and w with the cosines of X with the last step's S and D."""
+    XX, XN, XU = sums.unbind()
+    XS, XD = (torch.lerp(XU, XN, numbers["gate"]), XN - XU) if "gate" in numbers else (XN, XU)  # which is 0
+    scale = XX.sqrt() * numbers["length"]  # |X| |S|
+    scale = torch.where(scale > 0, 1 / scale, 0)
+    learn(options, numbers, XS * scale, XD * scale, ok)
 
 
 def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tensor, ok: Flag) -> None:
@@ -241,13 +299,17 @@ def _learned(
     numbers: State, name: str, t: Tensor, slope: Tensor, rate: float, learning: Tensor, beta2: float = BETA2
 ) -> Tensor:
     """The new value of a learned number; Adam's moments of it are updated."""
-    before = Learned(numbers[name], numbers[f"{name}_exp_avg"], numbers[f"{name}_exp_avg_sq"], t - 1)
-    value, first, second, _ = before.updated(slope, rate, learning, beta2)
-    assert isinstance(value, Tensor)
-    assert isinstance(first, Tensor)
-    assert isinstance(second, Tensor)
-    numbers[f"{name}_exp_avg"].copy_(first)
-    numbers[f"{name}_exp_avg_sq"].copy_(second)
+    names = (name, f"{name}_exp_avg", f"{name}_exp_avg_sq")
+    given: list[Any] = [t, slope, learning, *(numbers[each] for each in names)]
+    select: Any = torch.where
+    if is_host(t.device):  # on vectors this short, NumPy takes a fraction of torch's time
+        given, select = [x.numpy() for x in given], np.where
+    t_, slope_, learning_, *before = given
+    after = adam_step((*before, t_ - 1 + (t_ == 0)), slope_, rate, beta2)
+    pairs = zip(after, before, strict=False)
+    value, first, second = (torch.as_tensor(select(learning_, new, old)) for new, old in pairs)
+    numbers[names[1]].copy_(first)
+    numbers[names[2]].copy_(second)
     return value
 
 
@@ -269,26 +331,26 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     return fall, ceiling
 
 
-def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> Tensor:
-    """Average the covariances; if it is time, refresh the bases and turn M along. Returns X in the bases of now."""
-    A, B, P, Q, M = stack.A, stack.B, stack.P, stack.Q, stack.M
+def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
+    """Average the covariances; if it is time, refresh the bases and turn M and X along."""
+    A, B = stack.A, stack.B
     if A is not None:
         average_product(A, G, G.mT, options["betas"][1], ok)
     if B is not None:
         average_product(B, G.mT, G, options["betas"][1], ok)
-    if not refresh or (P is None and Q is None):
-        return X
-    mean = turned_back(M, P, Q)
-    if A is not None and P is not None:
-        P.copy_(kept(ok, refreshed(A, P), P))
-    if B is not None and Q is not None:
-        Q.copy_(kept(ok, refreshed(B, Q), Q))
-    M.copy_(kept(ok, turned(mean, P, Q), M))
-    return turned(G, P, Q)
+    if refresh and not (A is None and B is None):
+        P, Q = stack.bases()
+        mean = turned_back(stack.M.to(stack.dtype), P, Q)
+        for covariance, basis, stored in ((A, P, stack.P), (B, Q, stack.Q)):
+            if covariance is not None and basis is not None and stored is not None:
+                stored.copy_(kept(ok, refreshed(covariance, basis), stored))
+        P, Q = stack.bases()
+        stack.M.copy_(kept(ok, turned(mean, P, Q), stack.M))
+        turned(G, P, Q, out=X)
 
 
 def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:
-    """``A = beta A + (1 - beta) G H``, in place.
+    """``A = beta A + (1 - beta) G H`` in place, where ``G H`` is symmetric: of large ones, half is computed.
 
     >>> A = torch.ones(1, 1, 1)
     >>> average_product(A, 2 * A, A, 0.5, True)
@@ -297,42 +359,67 @@ def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> N
     """
     if isinstance(ok, Tensor):
         A.lerp_(G @ H, share(beta, ok, A))
-    else:
+    elif A.shape[1] < HALVED_FROM or A.device.type != "cpu":
         A.baddbmm_(G, H, beta=beta, alpha=1 - beta)
-
-
-def next_step(options: Options, stack: Stack, X: Tensor, factors: Factors, rates: Tensor, ok: Flag) -> Tensor:
-    """``rate S``, after X has entered the averages M and V; notes |S|."""
-    rate, length = rates[stack.rows], stack.numbers.get("length")
-    if stack.fused is not None and not isinstance(ok, Tensor):  # beside parameters on a device, it must be masked
-        w = stack.numbers.get("gate", rate).numpy()
-        step: Tensor
-        step, norms = stack.fused.direction(X, options["betas"], *factors.arrays(stack), w, rate.numpy())
     else:
-        S = direction(options, stack, X, factors.at(stack), ok)
-        norms = S[:0] if length is None else torch.linalg.vector_norm(S, dim=(1, 2))
-        step = S.mul_(rate.reshape(-1, 1, 1))
-    if length is not None:
-        length.copy_(kept(ok, norms, length))
-    return step
+        edges = [A.shape[1] * i // 4 for i in range(5)]
+        for A_, G_, H_ in zip(A, G, H, strict=True):
+            for start, stop in pairwise(edges):
+                A_[start:stop, start:].addmm_(G_[start:stop], H_[:, start:], beta=beta, alpha=1 - beta)
+                A_[stop:, start:stop] = A_[start:stop, stop:].T
+
+
+def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: Tensor, ok: Flag) -> None:
+    """X becomes ``rate S``, after it has entered the averages M and V; notes |S|."""
+    b1, b2 = options["betas"]
+    squares = torch.zeros_like(rates)[None]
+    if part.fused is not None and not isinstance(ok, Tensor):  # beside parameters on a device, it must be masked
+        rate = rates.numpy()
+        numbers = *Factors.of(options, bundle.arrays), bundle.arrays.get("gate", rate), rate
+        part.fused.direction(X, (1 - b1, 1 - b2), unit_of(b2), bundle.arrays["step"], numbers, squares)
+    else:
+        factors = Factors.of(options, bundle.numbers)
+        for stack, view in zip(part.stacks, part.views(X), strict=True):
+            S = direction(options, stack, view, factors.at(stack), ok)
+            squares[0, stack.rows] = inner(S, S)
+            torch.mul(S, rates[stack.rows].reshape(-1, 1, 1), out=view)
+    if "length" in bundle.numbers:
+        length = bundle.numbers["length"][part.rows]
+        length.copy_(kept(ok, squares[0, part.rows].sqrt(), length))
 
 
 def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: Flag) -> Tensor:
     """S, after X has entered the averages M and V."""
     b1, b2 = options["betas"]
-    M, V, U = stack.M, stack.V, stack.U
-    M.lerp_(X, share(b1, ok, M))
-    if V is None:
+    bits = bits_of(stack) if stack.M.dtype == torch.bfloat16 else None
+    M = averaged(stack.M, X, share(b1, ok, X), None if bits is None else bits & 0xFFFF)
+    if stack.V is None:
         S = orthogonal(torch.lerp(X, M, b1)) * (0.2 * math.sqrt(max(stack.shape)))  # about as long as Adam's steps are
         if stack.S is not None:
             stack.S.copy_(kept(ok, S, stack.S))
         return S
-    V.lerp_(X.square(), share(b2, ok, V))
+    V = averaged(stack.V, X.square(), share(b2, ok, X), None if bits is None else bits >> 16)
     N, R = scaled_average(M, V, factors)
-    if U is None:
+    if stack.U is None:
         return N
-    U.copy_(kept(ok, X / R, U))
+    U = X / R
+    stack.U.copy_(kept(ok, coded(U, stack.U.dtype, unit_of(b2)), stack.U))
     return torch.lerp(U, N, stack.numbers["gate"].reshape(-1, 1, 1))
+
+
+def bits_of(stack: Stack) -> Tensor:
+    """The random bits with which averages in bfloat16 are rounded: they depend on the step and on the place."""
+    places = torch.arange(math.prod(stack.shape), device=stack.M.device).reshape(stack.shape)
+    return random_bits(update_key(0, stack.numbers["step"].long().reshape(-1, 1, 1)), 0, places)
+
+
+def averaged(stored: Tensor, X: Tensor, share: float | Tensor, bits: Tensor | None) -> Tensor:
+    """The average after X has entered it; what is stored may be rounded, with random bits."""
+    if bits is None:
+        return stored.lerp_(X, share)
+    exact = torch.lerp(stored.to(X.dtype), X, share)
+    round_to(stored, exact, bits)
+    return exact
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -368,6 +455,9 @@ class KronLODO(Optimizer):
             runs.
         max_dim: larger dimensions have no basis.
         refresh_every: the number of steps between refreshes of the bases.
+        state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
+            the step is taken with the exact ones. The covariances stay whole, because bfloat16 would lose their small
+            eigenvalues. None keeps everything in float32, or in float64 for parameters in double precision.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         nonfinite: what to do if a gradient is NaN, infinite, or so large that its square would be: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other
@@ -410,6 +500,7 @@ class KronLODO(Optimizer):
         anneal: float = 300.0,
         max_dim: int = 1024,
         refresh_every: int = 10,
+        state_dtype: str | torch.dtype | None = None,
         backend: str = "auto",
         nonfinite: str = "raise",
     ) -> None:
@@ -431,6 +522,7 @@ class KronLODO(Optimizer):
             "anneal": anneal,
             "max_dim": max_dim,
             "refresh_every": refresh_every,
+            "state_dtype": spelled_dtype(state_dtype),
             "steps": 0,
             "peak_lr": 0.0,
         }
@@ -462,15 +554,15 @@ class KronLODO(Optimizer):
             look_back(refused, self.nonfinite)
         readings = []
         for index, options in enumerate(self.param_groups):
-            readings += [(options, bundle, *read(options, bundle)) for bundle in self._bundles(index, options)]
-        ok = usable([norms for *_, norms in readings])
+            readings += [(options, bundle, read(options, bundle)) for bundle in self._bundles(index, options)]
+        ok = usable([reading.sums[0] for *_, reading in readings])
         if ok is False:
             self._refuse()
             return loss
         self._refused_in_a_row = 0
-        for options, bundle, gradients, norms in readings:
-            here = ok.to(norms.device) if isinstance(ok, Tensor) else ok
-            advance(options, bundle, gradients, norms, here)
+        for options, bundle, reading in readings:
+            here = ok.to(reading.sums.device) if isinstance(ok, Tensor) else ok
+            advance(options, bundle, reading, here)
         for options, bundles in zip(self.param_groups, self._stacked, strict=True):
             options["steps"] += bool(bundles)
         if isinstance(ok, Tensor):
@@ -525,6 +617,8 @@ class KronLODO(Optimizer):
         for name in ("backend", "nonfinite"):
             if name in param_group:
                 raise ValueError(f"{name} is not an option of a group (got {param_group[name]!r}); pass it to KronLODO")
+        if "state_dtype" in param_group:
+            param_group["state_dtype"] = spelled_dtype(param_group["state_dtype"])
         check_options({**self.defaults, **param_group})
         index = len(self.param_groups)
         super().add_param_group(param_group)
@@ -565,7 +659,7 @@ class KronLODO(Optimizer):
             for options, theirs in zip(self.param_groups, given[0]["param_groups"], strict=True):
                 for p, key in zip(options["params"], theirs["params"], strict=True):
                     if key in given[0]["state"]:
-                        self.state[p] = restored(p, given[0]["state"][key])
+                        self.state[p] = restored(p, options, given[0]["state"][key])
             self._forget_stacks()
 
         load_between(self, state_dict, check, restore)
@@ -618,22 +712,13 @@ class KronLODO(Optimizer):
         return f"{super().__repr__()[:-1].rstrip()}\n{memory}\n)"
 
 
-def read(options: Options, bundle: Bundle) -> tuple[list[Tensor], Tensor]:
-    """G of every stack, and |G| of every parameter."""
-    gradients = [stack.gradient() for stack in bundle.stacks]
-    if options["maximize"]:
-        gradients = [-G for G in gradients]
-    return gradients, torch.cat([torch.linalg.vector_norm(G, dim=(1, 2)) for G in gradients])
-
-
-def usable(norms: Sequence[Tensor]) -> Flag:
+def usable(squares: Sequence[Tensor]) -> Flag:
     """Whether all gradients can be used: their squares are finite. A tensor if any of them is on a device."""
-    flags = [(x < math.sqrt(torch.finfo(x.dtype).max) / 2).all() for x in norms]
-    waiting = [flag for flag in flags if is_host(flag.device)]
+    flags = [x.amax() < torch.finfo(x.dtype).max / 4 for x in squares]  # which is False for NaN
     others = [flag for flag in flags if not is_host(flag.device)]
     if not others:
-        return all(map(bool, waiting))
-    return torch.stack([flag.to(others[0].device) for flag in (*others, *waiting)]).all()
+        return all(map(bool, flags))
+    return torch.stack([flag.to(others[0].device) for flag in flags]).all()
 
 
 def is_host(device: torch.device) -> bool:

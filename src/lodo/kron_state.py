@@ -19,11 +19,12 @@ from lodo.recipes import check_lr
 from lodo.stacks import State, matrix_shape, state_dtype
 
 BASES = ("kronecker", "orthogonal", "none")
+SHORT = ("exp_avg", "exp_avg_sq", "direction", "left_basis", "right_basis")  # what may be in bfloat16
 
 
 def fresh_state(p: Tensor, options: Options) -> State:
     """The state of a parameter before its first step."""
-    dtype, shape = state_dtype(p), matrix_shape(p)
+    shape = matrix_shape(p)
     is_orthogonal = options["basis"] == "orthogonal" and shape[0] > 1  # a vector takes Adam's direction
     numbers = ["step", "skipped"]
     matrices = ["exp_avg"] if is_orthogonal else ["exp_avg", "exp_avg_sq"]
@@ -34,17 +35,33 @@ def fresh_state(p: Tensor, options: Options) -> State:
         matrices += ["scaled_grad"]
     if options["gains"] and is_orthogonal:
         matrices += ["direction"]
-    state = {name: torch.zeros((), dtype=dtype, device=p.device) for name in numbers}
-    state |= {name: torch.zeros(shape, dtype=dtype, device=p.device) for name in matrices}
+
+    def zeros(name: str, *size: int) -> Tensor:
+        return torch.zeros(size, dtype=stored_dtype(name, p, options), device=p.device)
+
+    state = {name: zeros(name) for name in numbers} | {name: zeros(name, *shape) for name in matrices}
     if "gate" in state:
         state["gate"].fill_(1)
     if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
-        state["norm_sq"] = torch.zeros((), dtype=dtype, device=p.device)
+        state["norm_sq"] = zeros("norm_sq")
         for side, d in zip(("left", "right"), shape, strict=True):
             if 1 < d <= options["max_dim"] and real(p).dim() > 1:
-                state[f"{side}_covariance"] = torch.zeros(d, d, dtype=dtype, device=p.device)
-                state[f"{side}_basis"] = torch.eye(d, dtype=dtype, device=p.device)
+                state[f"{side}_covariance"] = zeros(f"{side}_covariance", d, d)
+                state[f"{side}_basis"] = zeros(f"{side}_basis", d, d)
+                state[f"{side}_basis"].fill_diagonal_(1)
     return state
+
+
+def stored_dtype(name: str, p: Tensor, options: Options) -> torch.dtype:
+    """The dtype in which a tensor of a parameter's state is stored.
+
+    >>> stored_dtype("exp_avg", torch.zeros(2, 3), {"state_dtype": "bfloat16"})
+    torch.bfloat16
+    """
+    whole, short = state_dtype(p), options["state_dtype"] is not None
+    if name == "scaled_grad" and (short or whole == torch.float32):
+        return torch.int8
+    return torch.bfloat16 if short and name in SHORT else whole
 
 
 def _gated(options: Options) -> bool:
@@ -62,7 +79,7 @@ def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
             raise ValueError(
                 f"group {index} of the state has {len(other['params'])} parameters, ours {len(ours['params'])}"
             )
-        for name in ("basis", "gains", "gate", "max_dim"):
+        for name in ("basis", "gains", "gate", "max_dim", "state_dtype"):
             if name not in other or other[name] != ours[name]:
                 raise ValueError(f"group {index} of the state has {name} = {other.get(name)!r}, ours is {ours[name]!r}")
         for j, (p, key) in enumerate(zip(ours["params"], other["params"], strict=True)):
@@ -81,18 +98,59 @@ def _check_entry(name: str, expected: State, found: State) -> None:
             raise ValueError(f"the state of {name} has numbers in {what} that are not finite: it is damaged")
 
 
-def restored(p: Parameter, loaded: State) -> State:
-    """A copy of a loaded state in the dtype and on the device of the parameter's own."""
-    dtype = state_dtype(p)
-    return {name: torch.as_tensor(value).to(p.device, dtype, copy=True) for name, value in loaded.items()}
+def restored(p: Parameter, options: Options, loaded: State) -> State:
+    """A copy of a loaded state in the dtypes and on the device of the parameter's own."""
+    unit = unit_of(options["betas"][1])
+    found = {}
+    for name, given in loaded.items():
+        value, dtype = torch.as_tensor(given).to(p.device), stored_dtype(name, p, options)
+        if name == "scaled_grad" and value.dtype != dtype:
+            value = coded(decoded(value, state_dtype(p), unit), dtype, unit)
+        found[name] = value.to(dtype, copy=True)
+    return found
+
+
+# ---------------------------------------------------------------- scaled gradients in 8 bits
+
+
+def unit_of(beta2: float) -> float:
+    """What the 1 of a scaled gradient U = X / R in 8 bits means.
+
+    V contains (1 - beta2) X^2, so no entry of U is larger than 1 / sqrt(1 - beta2): that is the 127. U is kept only
+    for its inner product with the next gradient, in which the errors of rounding nearly cancel.
+
+    >>> unit_of(0.95) * 127
+    4.4721359549995...
+    """
+    return 1 / (127 * math.sqrt(1 - beta2))
+
+
+def coded(U: Tensor, dtype: torch.dtype, unit: float) -> Tensor:
+    """Scaled gradients as they are stored: exactly, or in 8 bits.
+
+    >>> coded(torch.tensor([0.26, -9.0]), torch.int8, 0.1)
+    tensor([  3, -90], dtype=torch.int8)
+    """
+    return (U / unit).round_().clamp_(-127, 127).to(dtype) if dtype == torch.int8 else U
+
+
+def decoded(U: Tensor, dtype: torch.dtype, unit: float) -> Tensor:
+    """What `coded` has stored.
+
+    >>> decoded(torch.tensor([3], dtype=torch.int8), torch.float32, 0.1)
+    tensor([0.3000])
+    """
+    return U.to(dtype) * unit if U.dtype == torch.int8 else U
 
 
 def state_bytes(p: Tensor, options: Options) -> int:
     """The bytes of a parameter's state.
 
-    >>> options = {"basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024}
-    >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, the last gradient, two bases, two covariances
-    28
+    >>> options = {"basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024, "state_dtype": None}
+    >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, U, two bases, two covariances; U has 8 bits
+    25
+    >>> state_bytes(torch.empty(768, 768), {**options, "state_dtype": "bfloat16"}) // 768**2
+    17
     """
     state = fresh_state(torch.empty_like(p, device="meta"), options)
     return sum(value.numel() * value.element_size() for value in state.values())
@@ -112,13 +170,23 @@ def diagnose(options: Options, state: State) -> dict[str, float]:
         numbers["step_norm"] = float(options["lr"]) * gain * float(state["length"])
     for side in ("left", "right"):
         if f"{side}_basis" in state:
-            A, P = state[f"{side}_covariance"], state[f"{side}_basis"]
+            A = state[f"{side}_covariance"]
+            P = state[f"{side}_basis"].to(A.dtype)
             values = (P * (A @ P)).sum(-2).clamp(min=0)
             numbers[f"{side}_condition"] = float(values.max() / values.min())
     return numbers
 
 
 # ---------------------------------------------------------------- options
+
+
+def spelled_dtype(given: object) -> object:
+    """One spelling of ``state_dtype``, which can be saved.
+
+    >>> spelled_dtype(torch.bfloat16)
+    'bfloat16'
+    """
+    return "bfloat16" if given == torch.bfloat16 else given
 
 
 def check_options(options: Options) -> None:
@@ -131,6 +199,11 @@ def check_options(options: Options) -> None:
     for name in ("maximize", "gains", "gate"):
         check_bool(name, options[name])
     check_choice("basis", options["basis"], BASES)
+    if options["state_dtype"] not in (None, "bfloat16"):
+        raise ValueError(
+            "state_dtype must be 'bfloat16' or torch.bfloat16, or None for float32 (float64 for double precision), "
+            f"got {options['state_dtype']!r}"
+        )
     if options["anneal"] != math.inf:
         check_real("anneal", options["anneal"], low=0.0)
     check_int("max_dim", options["max_dim"], low=0)

@@ -1,8 +1,9 @@
 """Tensors of equal shape, stacked, so that one batched operation serves them all.
 
 Every parameter has a state of its own, made of tensors. The matrices of parameters that have the same shape are rows
-of one larger tensor here, and the single numbers of all parameters are entries of one vector. What is under a parameter
-in ``optimizer.state`` are views of those, so it can be saved and loaded as if there were no stacks.
+of one larger tensor here, and those of stacks lie one after the other, so that a pass over all weights is one loop. The
+single numbers of all parameters are entries of one vector. What is under a parameter in ``optimizer.state`` are views
+of those, so it can be saved and loaded as if there were no stacks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lodo.layout import real
 
 State = dict[str, Tensor]  # of one parameter
 LARGEST = 2**21  # numbers in a stack of several matrices: larger ones gain nothing from being stacked
+FLAT = ("exp_avg", "exp_avg_sq", "scaled_grad", "direction")  # what has one number for each weight
 
 
 def matrix_shape(p: Tensor) -> tuple[int, int]:
@@ -46,43 +48,112 @@ class Stack:
 
     Args:
         params: the parameters.
-        states: their states, whose matrices become rows of stacked ones.
+        states: their states, whose bases and covariances become rows of stacked ones.
+        flat: the other matrices of these states, by name, one after the other.
         numbers: the numbers of all parameters of the `Bundle`.
         rows: the places of these parameters among them.
-        fused: whether to use the fused passes for CPUs.
     """
 
     def __init__(
-        self, params: Sequence[Parameter], states: Sequence[State], numbers: State, rows: slice, fused: bool
+        self, params: Sequence[Parameter], states: Sequence[State], flat: State, numbers: State, rows: slice
     ) -> None:
         self.params = list(params)
+        self._real = all(type(p) is Parameter and not p.is_complex() for p in params)  # and whole on this rank
         self.rows = rows
         self.shape = matrix_shape(params[0])
         self.dtype = state_dtype(params[0])
         self.numbers = {name: vector[rows] for name, vector in numbers.items()}
-        self.tensors = {name: _stacked(name, states) for name in states[0] if states[0][name].dim()}
-        self.A, self.B = self.tensors.get("left_covariance"), self.tensors.get("right_covariance")
-        self.P, self.Q = self.tensors.get("left_basis"), self.tensors.get("right_basis")
-        self.M, self.V = self.tensors["exp_avg"], self.tensors.get("exp_avg_sq")
-        self.U, self.S = self.tensors.get("scaled_grad"), self.tensors.get("direction")
+        tensors = {name: _stacked(name, states) for name in states[0] if states[0][name].dim() and name not in flat}
+        tensors |= {name: x.view(len(params), *self.shape) for name, x in flat.items()}
+        self.A, self.B = tensors.get("left_covariance"), tensors.get("right_covariance")
+        self.P, self.Q = tensors.get("left_basis"), tensors.get("right_basis")
+        self.M, self.V = tensors["exp_avg"], tensors.get("exp_avg_sq")
+        self.U, self.S = tensors.get("scaled_grad"), tensors.get("direction")
+
+    @property
+    def numel(self) -> int:
+        return len(self.params) * self.shape[0] * self.shape[1]
+
+    def bases(self) -> tuple[Tensor | None, Tensor | None]:
+        """P and Q in the dtype in which the step is computed."""
+        P, Q = self.P, self.Q
+        return None if P is None else P.to(self.dtype), None if Q is None else Q.to(self.dtype)
+
+    def gradient(self, out: Tensor) -> Tensor:
+        """The gradients, as a stack of matrices in the state's dtype; in ``out`` if they have to be copied."""
+        grads = [p.grad for p in self.params if p.grad is not None]
+        grads = grads if self._real else list(map(real, grads))
+        if grads[0].dtype != self.dtype:
+            return torch.stack(grads).to(self.dtype).reshape(out.shape)
+        if len(grads) == 1:
+            return grads[0].reshape(out.shape)
+        torch.stack(grads, out=out.view(len(grads), *grads[0].shape))
+        return out
+
+    def weights(self) -> list[Tensor]:
+        """The parameters as real tensors."""
+        return list(self.params) if self._real else list(map(real, self.params))
+
+
+class Part:
+    """Neighbouring stacks. What they have for every number of a weight is in one flat tensor each, for fused passes.
+
+    Args:
+        params: the parameters.
+        states: their states, of which ``flat`` names what becomes flat.
+        flat: those names.
+        runs: the places of the stacks among the parameters of the `Bundle`.
+        numbers: the numbers of all parameters of the `Bundle`.
+        fused: whether to use the fused passes for CPUs.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        states: Sequence[State],
+        flat: Sequence[str],
+        runs: Sequence[slice],
+        numbers: State,
+        fused: bool,
+    ) -> None:
+        self.rows = rows = slice(runs[0].start, runs[-1].stop)
+        sizes = [p.numel() for p in map(real, params[rows])]
+        tensors = {name: _flattened(name, states[rows], sizes) for name in flat}
+        lengths = [sum(sizes[run.start - rows.start : run.stop - rows.start]) for run in runs]
+        pieces = {name: torch.split_with_sizes(x, lengths) for name, x in tensors.items()}
+        self.lengths = lengths
+        self.stacks = [
+            Stack(params[run], states[run], {name: xs[i] for name, xs in pieces.items()}, numbers, run)
+            for i, run in enumerate(runs)
+        ]
         self.fused: Any = None
-        if fused and self.V is not None:
-            from lodo.engines.numba.kron import FusedStack  # here, because Numba may be missing
+        if fused and "exp_avg_sq" in tensors:
+            from lodo.engines.numba.kron import FusedPasses  # here, because Numba may be missing
 
-            self.fused = FusedStack(self.M, self.V, self.U)
+            M, V, U = tensors["exp_avg"], tensors["exp_avg_sq"], tensors.get("scaled_grad")
+            self.fused = FusedPasses(M, V, U, sizes, rows.start, self.stacks[0].dtype)
 
-    def gradient(self) -> Tensor:
-        """The gradients, as a stack of matrices in the state's dtype."""
-        grads = [real(p.grad) for p in self.params if p.grad is not None]
-        together = grads[0][None] if len(grads) == 1 else torch.stack(grads)
-        return together.to(self.dtype).reshape(len(grads), *self.shape)
+    def empty(self) -> Tensor:
+        """Room for a number of each weight."""
+        like = self.stacks[0]
+        return torch.empty(sum(self.lengths), dtype=like.dtype, device=like.M.device)
 
-    def move(self, change: Tensor, decay: float | Tensor) -> None:
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A flat tensor as stacks of matrices."""
+        pieces = torch.split_with_sizes(flat, self.lengths)
+        return [x.view(stack.M.shape) for stack, x in zip(self.stacks, pieces, strict=True)]
+
+    def move(self, changes: Sequence[Tensor], decay: float | Tensor) -> None:
         """``W = decay W + change`` for every parameter."""
-        weights = [real(p) for p in self.params]
+        weights: list[Tensor] = []
+        steps: list[Tensor] = []
+        for stack, change in zip(self.stacks, changes, strict=True):
+            own = stack.weights()
+            weights += own
+            steps += change.reshape(len(own), *own[0].shape).unbind()
         if isinstance(decay, Tensor) or decay != 1:
             torch._foreach_mul_(weights, decay)
-        torch._foreach_add_(weights, change.reshape(len(weights), *weights[0].shape).unbind())
+        torch._foreach_add_(weights, steps)
 
 
 class Bundle:
@@ -97,15 +168,17 @@ class Bundle:
     def __init__(self, params: Sequence[Parameter], states: Sequence[State], backend: str) -> None:
         fused = backend != "reference" and params[0].device.type == "cpu" and has_numba()
         self.numbers = {name: _stacked(name, states) for name in states[0] if not states[0][name].dim()}
-        self.stacks = [Stack(params[rows], states[rows], self.numbers, rows, fused) for rows in _runs(params, states)]
-        sizes = [stack.shape[0] * stack.shape[1] for stack in self.stacks for _ in stack.params]
+        self.parts = [Part(params, states, flat, runs, self.numbers, fused) for flat, runs in _parts(params, states)]
+        sizes = [real(p).numel() for p in params]
         first = self.numbers["step"]
-        self.sizes = torch.tensor(sizes, dtype=first.dtype).to(first.device)
-        self._seen = [(state, name, value) for state in states for name, value in state.items()]
+        self.numbers["size"] = torch.tensor(sizes, dtype=first.dtype).to(first.device)  # a constant, in no state
+        self.arrays = {name: x.numpy() for name, x in self.numbers.items()} if fused else {}
+        self._seen = [(state, list(map(id, state.values()))) for state in states]
+        self._alive = [list(state.values()) for state in states]  # so that no other tensor can have their ids
 
     def holds(self) -> bool:
         """Whether the states are still the ones that were stacked: a loaded state brings tensors of its own."""
-        return all(state.get(name) is value for state, name, value in self._seen)
+        return all(list(map(id, state.values())) == ids for state, ids in self._seen)
 
 
 def bundled(params: Sequence[Parameter], states: Sequence[State], backend: str) -> list[Bundle]:
@@ -140,9 +213,33 @@ def _runs(params: Sequence[Parameter], states: Sequence[State]) -> list[slice]:
     return runs
 
 
+def _parts(params: Sequence[Parameter], states: Sequence[State]) -> list[tuple[tuple[str, ...], list[slice]]]:
+    """Neighbouring runs that keep the same flat tensors, of at most `LARGEST` numbers; and the names of those."""
+    parts: list[tuple[tuple[str, ...], list[slice]]] = []
+    room = 0
+    for run in _runs(params, states):
+        flat = tuple(name for name in FLAT if name in states[run.start])
+        size = sum(p.numel() for p in params[run])
+        if parts and parts[-1][0] == flat and size <= room:
+            parts[-1][1].append(run)
+        else:
+            parts.append((flat, [run]))
+            room = LARGEST
+        room -= size
+    return parts
+
+
 def _stacked(name: str, states: Sequence[State]) -> Tensor:
     """The states' tensors of one name in one tensor, of which the states get views."""
     together = torch.stack([state[name] for state in states])
     for state, row in zip(states, together.unbind(), strict=True):
         state[name] = row
+    return together
+
+
+def _flattened(name: str, states: Sequence[State], sizes: Sequence[int]) -> Tensor:
+    """The states' tensors of one name, one after the other in a flat one, of which the states get views."""
+    together = torch.cat([state[name].reshape(-1) for state in states])
+    for state, piece in zip(states, torch.split_with_sizes(together, list(sizes)), strict=True):
+        state[name] = piece.view(state[name].shape)
     return together

@@ -100,6 +100,7 @@ def kron_inputs(device, dtype=None):
         one("Adam", basis="none", gains=False, gate=False),
         one("SOAP", gains=False, gate=False, refresh_every=3),
         one("greedy", anneal=0.0, meta_lr=0.1, gate_lr=0.1),
+        one("bfloat16", state_dtype="bfloat16"),
     ]
 
 

@@ -21,6 +21,7 @@ OPTIONS = {
     "without gate": {"gate": False},
     "SOAP": {"gains": False, "gate": False, "refresh_every": 2},
     "greedy": {"anneal": 0.0},
+    "bfloat16": {"state_dtype": "bfloat16", "refresh_every": 2},
     "weight decay": {"weight_decay": 0.1, "maximize": True},
 }
 SHAPES = [(6, 4), (6, 4), (5, 3, 2, 2), (9,), ()]

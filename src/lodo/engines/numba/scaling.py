@@ -1,7 +1,7 @@
-"""What KronLODO does to every number of a stack, fused for CPUs in two passes.
+"""What KronLODO does to every number of a weight, fused for CPUs in two passes.
 
-As `lodo.kron.last_slopes` and `lodo.kron.direction`. A matrix is cut into pieces, and sums are taken piece by piece, so
-that results depend neither on the number of threads nor much on the size of the matrix.
+As `lodo.kron.sums_of` and `lodo.kron.direction`. Parameters lie one after the other and are cut into pieces. Sums are
+taken piece by piece, so that results depend neither on the number of threads nor much on the size of a parameter.
 """
 
 from __future__ import annotations
@@ -9,57 +9,84 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
+
+from lodo.engines.numba.tiles import _narrow, _random_bits, _widen
 
 _SUM: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz", "reassoc"}}  # sums may be reordered
 
 
-@njit(**_SUM)
-def _piece_of_slopes(X, M, V, U, gated, root, least):
-    xn = xu = X.dtype.type(0)
-    for j in range(X.size):
-        xn += X[j] * M[j] / (root * np.sqrt(V[j]) + least)
-        if gated:
-            xu += X[j] * U[j]
-    return xn, xu
+def _coded(u, like, unit, most):
+    raise NotImplementedError
 
 
-def slopes(X, M, V, U, gated, mean, root, least, sums):
-    """sums[i, piece] = <X, M^ / R> and <X, U> of a piece of matrix i."""
-    n, pieces = X.shape[1], sums.shape[1]
-    for k in prange(X.shape[0] * pieces):
-        i, j = k // pieces, k % pieces
-        piece = slice(j * n // pieces, (j + 1) * n // pieces)
-        xn, xu = _piece_of_slopes(X[i, piece], M[i, piece], V[i, piece], U[i, piece], gated, root[i], least[i])
-        sums[i, j, 0], sums[i, j, 1] = mean[i] * xn, xu
+@overload(_coded, inline="always")
+def _overload_coded(u, like, unit, most):  # a scaled gradient as it is stored: in units if it has 8 bits
+    if like is types.int8:
+        return lambda u, like, unit, most: np.int8(min(max(np.rint(u / unit), -most), most))
+    return lambda u, like, unit, most: u
 
 
 @njit(**_SUM)
-def _piece_of_direction(X, M, V, U, gated, share1, share2, mean, root, least, w, rate, S):
-    square = X.dtype.type(0)
+def _piece_of_slopes(X, M, V, U, learning, gated, root, least):
+    real = X.dtype.type
+    xx = xn = xu = real(0)
     for j in range(X.size):
         x = X[j]
-        m = M[j] + share1 * (x - M[j])
-        v = V[j] + share2 * (x * x - V[j])
+        xx += x * x
+        if learning:
+            xn += x * _widen(M[j]) / (root * np.sqrt(_widen(V[j])) + least)
+        if gated:
+            xu += x * real(U[j])
+    return xx, xn, xu
+
+
+def slopes(X, M, V, U, learning, gated, unit, mean, root, least, starts, stops, owners, sums, found):
+    """found = |X|^2, <X, M^ / R> and <X, U> of every parameter; the second if learning, the third if gated."""
+    for k in prange(starts.size):
+        i, piece = owners[k], slice(starts[k], stops[k])
+        sums[k, 0], sums[k, 1], sums[k, 2] = _piece_of_slopes(
+            X[piece], M[piece], V[piece], U[piece], learning, gated, root[i], least[i]
+        )
+    for k in range(starts.size):
+        i = owners[k]
+        found[0, i] += sums[k, 0]
+        found[1, i] += sums[k, 1] * mean[i]
+        found[2, i] += sums[k, 2] * X.dtype.type(unit)
+
+
+@njit(**_SUM)
+def _piece_of_direction(X, M, V, U, gated, unit, key, place, share1, share2, mean, root, least, w, rate):
+    square, most = X.dtype.type(0), X.dtype.type(127)
+    for j in range(X.size):
+        x, m, v = X[j], _widen(M[j]), _widen(V[j])
+        m += share1 * (x - m)
+        v += share2 * (x * x - v)
         r = root * np.sqrt(v) + least
         s = mean * m / r
         if gated:
             u = x / r
-            U[j] = u
+            U[j] = _coded(u, U[j], unit, most)
             s = u + w * (s - u)
-        M[j], V[j], S[j] = m, v, rate * s
+        bits = _random_bits(M[j], np.uint32(place + j), key)
+        M[j], V[j] = _narrow(m, M[j], bits & np.uint32(0xFFFF)), _narrow(v, V[j], bits >> np.uint32(16))
+        X[j] = rate * s
         square += s * s
     return square
 
 
-def direction(X, M, V, U, gated, share1, share2, mean, root, least, w, rate, S, sums):
-    """M, V and U after X has entered them, S times the rate, and sums[i, piece, 0] = |S|^2 of a piece of matrix i."""
-    n, pieces = X.shape[1], sums.shape[1]
+def direction(
+    X, M, V, U, gated, unit, keys, share1, share2, mean, root, least, w, rate, starts, stops, owners, places, sums,
+    found,
+):  # fmt: skip
+    """M, V and U after X has entered them, then X = rate S; and found[0] = |S|^2 of every parameter."""
     real = X.dtype.type
-    for k in prange(X.shape[0] * pieces):
-        i, j = k // pieces, k % pieces
-        piece = slice(j * n // pieces, (j + 1) * n // pieces)
-        sums[i, j, 0] = _piece_of_direction(
-            X[i, piece], M[i, piece], V[i, piece], U[i, piece], gated, real(share1), real(share2), mean[i], root[i],
-            least[i], w[i], rate[i], S[i, piece],
+    for k in prange(starts.size):
+        i, piece = owners[k], slice(starts[k], stops[k])
+        sums[k, 0] = _piece_of_direction(
+            X[piece], M[piece], V[piece], U[piece], gated, real(unit), keys[i], places[k], real(share1),
+            real(share2), mean[i], root[i], least[i], w[i], rate[i],
         )  # fmt: skip
+    for k in range(starts.size):
+        found[0, owners[k]] += sums[k, 0]
