@@ -16,14 +16,16 @@ class KronOracle:
 
     def __init__(
         self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.0, eps=1e-8,
-        kronecker=True, gains=True, gate=True, gate_lr=1e-3, anneal=300.0, max_dim=1024, refresh_every=10,
+        kronecker=True, gains=True, gate=True, gate_lr=1e-3, averaging=0.1, anneal=300.0,
+        max_dim=1024, refresh_every=10,
     ):  # fmt: skip
         self.params = [p.clone() for p in params]
         self.lr, self.meta_lr, self.betas, self.weight_decay, self.eps = lr, meta_lr, betas, weight_decay, eps
-        self.gains, self.gate, self.gate_lr, self.anneal = gains, gate, gate_lr, anneal
+        self.gains, self.gate, self.gate_lr = gains, gate, gate_lr
+        self.averaging, self.anneal = averaging, anneal
         self.refresh_every = refresh_every
         self.noise = 1e-5 if kronecker else 0.0
-        self.t, self.peak = 0, 0.0
+        self.t, self.peak, self.scheduled = 0, 0.0, 0
         self.states = []
         for p in self.params:
             G = p.reshape(p.shape[0], -1) if p.dim() > 1 else p.reshape(1, -1)
@@ -33,12 +35,13 @@ class KronOracle:
                 "A": torch.zeros(m, m, dtype=p.dtype), "B": torch.zeros(n, n, dtype=p.dtype),
                 "left": kronecker and 1 < m <= max_dim,
                 "right": kronecker and 1 < n <= max_dim and p.dim() > 1,
-                "M": torch.zeros_like(G), "V": torch.zeros_like(G),
+                "M": torch.zeros_like(G), "V": torch.zeros_like(G), "weights": [],
                 "c": 0.0, "highest": 0.0, "w": 1.0, "c_adam": [0.0, 0.0], "w_adam": [0.0, 0.0], "last": None,
             })  # fmt: skip
 
     def step(self, grads: list[Tensor]) -> None:
         self.peak = max(self.peak, self.lr)
+        self.scheduled += self.lr < self.peak
         for i, grad in enumerate(grads):
             self._step(self.params[i], self.states[i], grad)
         self.t += 1
@@ -58,9 +61,11 @@ class KronOracle:
                 s["Q"] = self._refreshed(s["B"], s["Q"])
             s["M"] = s["P"].T @ M @ s["Q"]
         X = s["P"].T @ G @ s["Q"]
-        s["M"] = b1 * s["M"] + (1 - b1) * X
+        newest = 1 / max(1 / (1 - b1), self.averaging * (self.t + 1))
+        s["weights"] = [weight * (1 - newest) for weight in s["weights"]] + [newest]
+        s["M"] = (1 - newest) * s["M"] + newest * X
         s["V"] = b2 * s["V"] + (1 - b2) * X**2
-        M, V = s["M"] / (1 - b1 ** (self.t + 1)), s["V"] / (1 - b2 ** (self.t + 1))
+        M, V = s["M"] / sum(s["weights"]), s["V"] / (1 - b2 ** (self.t + 1))
         P, Q, R, lr = s["P"], s["Q"], V.sqrt() + self.eps + self.noise * V.mean().sqrt(), self.lr
 
         def move(c: Tensor, w: Tensor) -> Tensor:
@@ -82,11 +87,13 @@ class KronOracle:
         dc, dw = (float(slope) / scale if scale else 0.0 for slope in slopes)
         if self.gains:
             s["c"] -= self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
-            fall = math.log(1 + self.t / self.anneal) / 2 if self.anneal else math.inf
-            ceiling = math.log(max(0.03, self.peak) / self.lr) - (fall if self.anneal else 0.0)
-            s["c"] = min(s["c"], ceiling)
+            fall = math.inf
+            if self.anneal:
+                constant = max(self.t - self.scheduled, 0)
+                fall = max(math.log(1 + constant / self.anneal) / 2 - math.log(self.peak / self.lr), 0.0)
+            s["c"] = min(s["c"], math.log(max(0.03, self.peak) / self.peak) - (fall if self.anneal else 0.0))
             s["highest"] = max(s["highest"], s["c"])
-            s["c"] = max(s["c"], s["highest"] - max(fall - math.log(self.peak / self.lr), 0.0))
+            s["c"] = max(s["c"], s["highest"] - fall)
         if self.gate:
             s["w"] = min(max(s["w"] - self.gate_lr * self._adam(s["w_adam"], dw, 0.999), 0.0), 1.0)
 

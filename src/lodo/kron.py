@@ -8,7 +8,7 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     c  within bounds that anneal                    as 1 / sqrt(1 + t / anneal), see `bounds`
     A, B = averages of G G', G' G
     P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps
-    M, V = averages of X, X^2
+    M, V = averages of X, X^2                       M over ever more steps, `averaging` t of them
     R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
     S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
     W -= lr e^c P S Q'
@@ -53,7 +53,7 @@ from lodo.kron_state import (
 from lodo.meta import BETA2, adam_step
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.rounding import random_bits, round_to, update_key
-from lodo.scalars import Flag, largest, logarithm, plain
+from lodo.scalars import Flag, largest, logarithm, over, plain
 from lodo.stacks import Bundle, Part, Stack, State, bundled
 
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
@@ -161,17 +161,32 @@ class Factors(NamedTuple):
     @classmethod
     def of(cls, options: Options, numbers: Mapping[str, Any]) -> Factors:
         """The factors after the last step, of tensors or of arrays."""
-        b1, b2 = options["betas"]
-        t = numbers["step"] + (numbers["step"] == 0)
-        root = (1 - b2**t) ** -0.5
+        is_first = numbers["step"] == 0
+        root = (1 - options["betas"][1] ** (numbers["step"] + is_first)) ** -0.5
         least = options["eps"] + 0 * root
         if "norm_sq" in numbers:
             least = least + NOISE * root * (numbers["norm_sq"] / numbers["size"]) ** 0.5
-        return cls(1 / (1 - b1**t), root, least)
+        return cls(1 / (1 - numbers["mean_decay"] + is_first), root, least)
 
     def at(self, stack: Stack) -> Factors:
         """Those of a stack."""
         return Factors(*(factor[stack.rows].reshape(-1, 1, 1) for factor in self))
+
+
+def newest_share(options: Options, t: Any) -> Any:
+    """How much of M the newest X makes up, at step t: 1 - b1 at first, and 1 / (averaging t) later.
+
+    So M reaches back over more and more steps, a constant part of the run. That calms the steps as annealing does, but
+    takes away only noise.
+
+    >>> newest_share({"betas": (0.95, 0.95), "averaging": 0.1}, torch.tensor([1.0, 400.0]))
+    tensor([0.0500, 0.0250])
+    """
+    share = 1 - options["betas"][0] + 0 * t
+    if not options["averaging"]:
+        return share
+    later = 1 / (options["averaging"] * (t + (t == 0)))
+    return torch.minimum(share, later) if isinstance(t, Tensor) else np.minimum(share, later)
 
 
 class Reading(NamedTuple):
@@ -254,6 +269,7 @@ def advance(options: Options, bundle: Bundle, reading: Reading, ok: Flag) -> Non
     if "length" in numbers:
         learn_from_last_step(options, numbers, reading.sums, ok)
     numbers["step"].add_(ok)
+    numbers["mean_decay"].mul_(1 - newest_share(options, numbers["step"]) * share(0.0, ok, reading.sums))
     if "norm_sq" in numbers:
         numbers["norm_sq"].lerp_(reading.sums[0], share(options["betas"][1], ok, reading.sums))
     if isinstance(ok, Tensor):
@@ -313,22 +329,29 @@ def _learned(
     return value
 
 
+def follow_rate(options: Options) -> None:
+    """Note the highest lr so far, and count the steps in which a schedule keeps lr below it."""
+    lr = options["lr"]
+    options["peak_lr"] = largest(options["peak_lr"], lr)
+    options["scheduled"] = options["scheduled"] + (lr < options["peak_lr"])
+
+
 def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     """How far c may fall below its highest, and how high it may rise.
 
     Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
-    falls no faster than 1 / sqrt(1 + t / anneal) from its highest; if a schedule takes lr down, c need not fall too.
+    falls no faster than 1 / sqrt(1 + t / anneal) from its highest, where t counts steps at a constant lr: once a
+    schedule takes lr down, annealing is its job, and what lr has fallen counts.
     On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
-    So lr e^c stays below `LONGEST`, or lr if that is larger, over the same root.
+    So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise.
     """
-    lr = options["lr"]
-    options["peak_lr"] = peak = largest(options["peak_lr"], lr)
-    annealed = 0.5 * torch.log1p(t / options["anneal"]) if options["anneal"] else torch.full_like(t, math.inf)
-    if not isinstance(lr, Tensor) and lr == 0:
-        return torch.zeros_like(t), torch.full_like(t, math.inf)
-    fall = (annealed - logarithm(peak / lr)).clamp(min=0)
-    ceiling = logarithm(largest(LONGEST, peak) / lr) - torch.where(annealed < math.inf, annealed, 0)
-    return fall, ceiling
+    lr, peak = options["lr"], options["peak_lr"]
+    ceiling = logarithm(over(largest(LONGEST, peak), peak))
+    if not options["anneal"]:
+        return torch.full_like(t, math.inf), ceiling + torch.zeros_like(t)
+    annealed = 0.5 * torch.log1p((t - options["scheduled"]).clamp(min=0) / options["anneal"])
+    fall = (annealed - logarithm(over(peak, lr))).clamp(min=0)
+    return fall, ceiling - fall
 
 
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
@@ -371,12 +394,14 @@ def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> N
 
 def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: Tensor, ok: Flag) -> None:
     """X becomes ``rate S``, after it has entered the averages M and V; notes |S|."""
-    b1, b2 = options["betas"]
+    b2 = options["betas"][1]
     squares = torch.zeros_like(rates)[None]
     if part.fused is not None and not isinstance(ok, Tensor):  # beside parameters on a device, it must be masked
         rate = rates.numpy()
-        numbers = *Factors.of(options, bundle.arrays), bundle.arrays.get("gate", rate), rate
-        part.fused.direction(X, (1 - b1, 1 - b2), unit_of(b2), bundle.arrays["step"], numbers, squares)
+        arrays = bundle.arrays
+        newest = newest_share(options, arrays["step"])
+        numbers = newest, *Factors.of(options, arrays), arrays.get("gate", rate), rate
+        part.fused.direction(X, 1 - b2, unit_of(b2), arrays["step"], numbers, squares)
     else:
         factors = Factors.of(options, bundle.numbers)
         for stack, view in zip(part.stacks, part.views(X), strict=True):
@@ -390,11 +415,11 @@ def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: T
 
 def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: Flag) -> Tensor:
     """S, after X has entered the averages M and V."""
-    b1, b2 = options["betas"]
+    b2, newest = options["betas"][1], newest_share(options, stack.numbers["step"]).reshape(-1, 1, 1)
     bits = bits_of(stack) if stack.M.dtype == torch.bfloat16 else None
-    M = averaged(stack.M, X, share(b1, ok, X), None if bits is None else bits & 0xFFFF)
+    M = averaged(stack.M, X, newest * share(0.0, ok, X), None if bits is None else bits & 0xFFFF)
     if stack.V is None:
-        S = orthogonal(torch.lerp(X, M, b1)) * (0.2 * math.sqrt(max(stack.shape)))  # about as long as Adam's steps are
+        S = orthogonal(torch.lerp(X, M, 1 - newest)) * (0.2 * math.sqrt(max(stack.shape)))  # about as long as Adam's steps are
         if stack.S is not None:
             stack.S.copy_(kept(ok, S, stack.S))
         return S
@@ -441,7 +466,8 @@ class KronLODO(Optimizer):
         params: parameters, named parameters or parameter groups.
         lr: where the gains start; any scheduler may change it.
         meta_lr: the rate at which the log-gains are learned.
-        betas: the decays of the averages M and V; the second is that of the covariances too.
+        betas: the decays of the averages M and V, of M at the start of the run (see ``averaging``); the second is that
+            of the covariances too.
         weight_decay: decoupled, as in AdamW: ``W`` shrinks by ``lr * weight_decay``.
         eps: added to the root of V.
         maximize: maximize the objective instead.
@@ -450,6 +476,8 @@ class KronLODO(Optimizer):
         gains: learn a gain for every tensor.
         gate: learn how much of the average M and how much of the gradient itself makes the direction.
         gate_lr: the rate at which the gate is learned.
+        averaging: M averages over this part of all steps so far, once that is more than ``betas`` make it. 0 leaves the
+            average as ``betas`` make it.
         anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
             runs.
@@ -497,6 +525,7 @@ class KronLODO(Optimizer):
         gains: bool = True,
         gate: bool = True,
         gate_lr: float = 1e-3,
+        averaging: float = 0.1,
         anneal: float = 300.0,
         max_dim: int = 1024,
         refresh_every: int = 10,
@@ -519,12 +548,14 @@ class KronLODO(Optimizer):
             "gains": gains,
             "gate": gate,
             "gate_lr": gate_lr,
+            "averaging": averaging,
             "anneal": anneal,
             "max_dim": max_dim,
             "refresh_every": refresh_every,
             "state_dtype": spelled_dtype(state_dtype),
             "steps": 0,
             "peak_lr": 0.0,
+            "scheduled": 0,
         }
         check_options(defaults)
         super().__init__(params, defaults)
@@ -560,6 +591,8 @@ class KronLODO(Optimizer):
             self._refuse()
             return loss
         self._refused_in_a_row = 0
+        for options in self.param_groups:
+            follow_rate(options)
         for options, bundle, reading in readings:
             here = ok.to(reading.sums.device) if isinstance(ok, Tensor) else ok
             advance(options, bundle, reading, here)

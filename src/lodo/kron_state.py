@@ -26,7 +26,7 @@ def fresh_state(p: Tensor, options: Options) -> State:
     """The state of a parameter before its first step."""
     shape = matrix_shape(p)
     is_orthogonal = options["basis"] == "orthogonal" and shape[0] > 1  # a vector takes Adam's direction
-    numbers = ["step", "skipped"]
+    numbers = ["step", "skipped", "mean_decay"]
     matrices = ["exp_avg"] if is_orthogonal else ["exp_avg", "exp_avg_sq"]
     if options["gains"]:
         numbers += ["gain", "gain_exp_avg", "gain_exp_avg_sq", "gain_highest", "length"]
@@ -40,8 +40,8 @@ def fresh_state(p: Tensor, options: Options) -> State:
         return torch.zeros(size, dtype=stored_dtype(name, p, options), device=p.device)
 
     state = {name: zeros(name) for name in numbers} | {name: zeros(name, *shape) for name in matrices}
-    if "gate" in state:
-        state["gate"].fill_(1)
+    for name in {"mean_decay", "gate"} & state.keys():
+        state[name].fill_(1)
     if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
         state["norm_sq"] = zeros("norm_sq")
         for side, d in zip(("left", "right"), shape, strict=True):
@@ -204,6 +204,7 @@ def check_options(options: Options) -> None:
             "state_dtype must be 'bfloat16' or torch.bfloat16, or None for float32 (float64 for double precision), "
             f"got {options['state_dtype']!r}"
         )
+    check_real("averaging", options["averaging"], low=0.0, high=1.0)
     if options["anneal"] != math.inf:
         check_real("anneal", options["anneal"], low=0.0)
     check_int("max_dim", options["max_dim"], low=0)

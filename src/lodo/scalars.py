@@ -75,6 +75,15 @@ def precise(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def over(a: Scalar, b: Scalar) -> Scalar:
+    """a / b, infinite if b is 0.
+
+    >>> over(1.0, 2.0), over(0.0, 0.0), over(1.0, torch.tensor(0.0))
+    (0.5, inf, tensor(inf, dtype=torch.float64))
+    """
+    return where(b > 0, a / where(b > 0, b, 1.0), math.inf)
+
+
 def logarithm(value: Scalar) -> Scalar:
     """The natural logarithm, also of zero; NaN of what is NaN or negative.
 

@@ -56,12 +56,12 @@ class FusedPasses:
         )  # fmt: skip
 
     def direction(
-        self, X: Tensor, shares: tuple[float, float], unit: float, t: Any, numbers: Sequence[Any], found: Tensor
+        self, X: Tensor, share2: float, unit: float, t: Any, numbers: Sequence[Any], found: Tensor
     ) -> None:
         """X becomes ``rate S``, after it has entered the averages at step t; |S|^2 is written into ``found``."""
         keys = (mix(update_key(0, t.astype(np.int64))) if self._short else t).astype(np.uint32)
         self._run(
-            _DIRECTION, X.numpy(), *self._arrays, self._gated, unit, keys, *shares, *numbers, *self._pieces,
+            _DIRECTION, X.numpy(), *self._arrays, self._gated, unit, keys, share2, *numbers, *self._pieces,
             self._places, self._sums, found.numpy(),
         )  # fmt: skip
 

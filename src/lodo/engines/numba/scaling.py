@@ -77,7 +77,7 @@ def _piece_of_direction(X, M, V, U, gated, unit, key, place, share1, share2, mea
 
 
 def direction(
-    X, M, V, U, gated, unit, keys, share1, share2, mean, root, least, w, rate, starts, stops, owners, places, sums,
+    X, M, V, U, gated, unit, keys, share2, share1, mean, root, least, w, rate, starts, stops, owners, places, sums,
     found,
 ):  # fmt: skip
     """M, V and U after X has entered them, then X = rate S; and found[0] = |S|^2 of every parameter."""
@@ -85,7 +85,7 @@ def direction(
     for k in prange(starts.size):
         i, piece = owners[k], slice(starts[k], stops[k])
         sums[k, 0] = _piece_of_direction(
-            X[piece], M[piece], V[piece], U[piece], gated, real(unit), keys[i], places[k], real(share1),
+            X[piece], M[piece], V[piece], U[piece], gated, real(unit), keys[i], places[k], share1[i],
             real(share2), mean[i], root[i], least[i], w[i], rate[i],
         )  # fmt: skip
     for k in range(starts.size):
