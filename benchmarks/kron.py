@@ -62,7 +62,7 @@ SMALL: Shapes = [(256, 64), *block(64), *block(64)]
 GPT2: Shapes = [(50257, 768), (1024, 768), *block(768) * 12, (768,), (768,)]
 RIVALS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "kron": KronLODO,
-    "own_soap": lambda params: KronLODO(params, gains=False, gate=False),
+    "own_soap": lambda params: KronLODO(params, gains=False, gate=False, averaging=0),
     "soap": lambda params: SOAP(params, lr=3e-3, precondition_frequency=10, max_precondition_dim=1024),
     "adam_fused": lambda params: Adam(params, fused=True),
     "adamw": AdamW,

@@ -27,6 +27,7 @@ class KronOracle:
         self.noise = 1e-5 if kronecker else 0.0
         self.t, self.peak, self.scheduled = 0, 0.0, 0
         self.states = []
+        first = min(0.0, math.log(3e-3 / lr))
         for p in self.params:
             G = p.reshape(p.shape[0], -1) if p.dim() > 1 else p.reshape(1, -1)
             m, n = G.shape
@@ -36,7 +37,7 @@ class KronOracle:
                 "left": kronecker and 1 < m <= max_dim,
                 "right": kronecker and 1 < n <= max_dim and p.dim() > 1,
                 "M": torch.zeros_like(G), "V": torch.zeros_like(G), "weights": [],
-                "c": 0.0, "highest": 0.0, "w": 1.0, "c_adam": [0.0, 0.0], "w_adam": [0.0, 0.0], "last": None,
+                "c": first, "highest": first, "w": 1.0, "c_adam": [0.0, 0.0], "w_adam": [0.0, 0.0], "last": None,
             })  # fmt: skip
 
     def step(self, grads: list[Tensor]) -> None:

@@ -58,7 +58,7 @@ from lodo.stacks import Bundle, Part, Stack, State, bundled
 
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
-LONGEST = 0.03  # the largest lr e^c: how far a step may move the weights, in the root mean square
+LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
 HALVED_FROM = 512  # rows of a covariance from which it pays on a CPU to compute one triangle and copy the other
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
 
@@ -464,7 +464,8 @@ class KronLODO(Optimizer):
 
     Args:
         params: parameters, named parameters or parameter groups.
-        lr: where the gains start; any scheduler may change it.
+        lr: where the gains start, 3e-3 at most: from there they rise if it pays, and a too large ``lr`` does no harm.
+            Any scheduler may change it.
         meta_lr: the rate at which the log-gains are learned.
         betas: the decays of the averages M and V, of M at the start of the run (see ``averaging``); the second is that
             of the covariances too.

@@ -16,8 +16,10 @@ from lodo.group import Options, name_of
 from lodo.layout import real
 from lodo.meta import BETA1
 from lodo.recipes import check_lr
+from lodo.scalars import Scalar, logarithm, over, smallest
 from lodo.stacks import State, matrix_shape, state_dtype
 
+FIRST = 3e-3  # the largest lr e^c of a first step
 BASES = ("kronecker", "orthogonal", "none")
 SHORT = ("exp_avg", "exp_avg_sq", "direction", "left_basis", "right_basis")  # what may be in bfloat16
 
@@ -42,6 +44,8 @@ def fresh_state(p: Tensor, options: Options) -> State:
     state = {name: zeros(name) for name in numbers} | {name: zeros(name, *shape) for name in matrices}
     for name in {"mean_decay", "gate"} & state.keys():
         state[name].fill_(1)
+    for name in {"gain", "gain_highest"} & state.keys():
+        state[name].fill_(first_gain(options["lr"]))
     if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
         state["norm_sq"] = zeros("norm_sq")
         for side, d in zip(("left", "right"), shape, strict=True):
@@ -50,6 +54,15 @@ def fresh_state(p: Tensor, options: Options) -> State:
                 state[f"{side}_basis"] = zeros(f"{side}_basis", d, d)
                 state[f"{side}_basis"].fill_diagonal_(1)
     return state
+
+
+def first_gain(lr: Scalar) -> Scalar:
+    """Where c starts: at 0, or lower if lr is so large that the first steps could ruin the first weights.
+
+    >>> first_gain(1e-3), round(first_gain(3e-2), 3)
+    (0.0, -2.303)
+    """
+    return smallest(0.0, logarithm(over(FIRST, lr)))
 
 
 def stored_dtype(name: str, p: Tensor, options: Options) -> torch.dtype:
@@ -146,7 +159,7 @@ def decoded(U: Tensor, dtype: torch.dtype, unit: float) -> Tensor:
 def state_bytes(p: Tensor, options: Options) -> int:
     """The bytes of a parameter's state.
 
-    >>> options = {"basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024, "state_dtype": None}
+    >>> options = {"lr": 3e-3, "basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024, "state_dtype": None}
     >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, U, two bases, two covariances; U has 8 bits
     25
     >>> state_bytes(torch.empty(768, 768), {**options, "state_dtype": "bfloat16"}) // 768**2

@@ -137,7 +137,7 @@ def test_its_slopes_are_those_of_the_loss():
 def test_without_bases_gains_and_gate_it_is_adam(weight_decay):
     ours, theirs = drawn(), drawn()
     options = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": weight_decay}
-    run(KronLODO(ours, basis="none", gains=False, gate=False, **options), ours, 50)
+    run(KronLODO(ours, basis="none", gains=False, gate=False, averaging=0, **options), ours, 50)
     run(torch.optim.AdamW(theirs, **options), theirs, 50)
     assert apart(ours, theirs) < 1e-12
 
@@ -145,7 +145,7 @@ def test_without_bases_gains_and_gate_it_is_adam(weight_decay):
 def test_with_orthogonal_directions_and_without_gains_it_is_muon():
     shapes = [(6, 4), (4, 9)]
     ours, theirs = drawn(shapes, torch.float32), drawn(shapes, torch.float32)
-    run(KronLODO(ours, lr=0.01, basis="orthogonal", gains=False, gate=False), ours, 20)
+    run(KronLODO(ours, lr=0.01, basis="orthogonal", gains=False, gate=False, averaging=0), ours, 20)
     muon = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     run(muon, theirs, 20)
     start = drawn(shapes, torch.float32)
@@ -209,7 +209,45 @@ def test_gains_do_not_rise_without_end():
     gains = gains_over(1500, torch.ones_like, lr=3e-3)
     assert max(gains) < 10.001
     assert gains[-1] == pytest.approx(10 / math.sqrt(1 + 1499 / 300), rel=0.01)
-    assert gains_over(50, torch.ones_like, lr=0.1)[0] == 1.0  # a larger lr of the user's is left alone
+
+
+def test_a_too_large_lr_does_no_harm():
+    """The first steps are no longer than 3e-3, whatever lr is; a user's large lr bounds the later ones."""
+    large = [0.1 * gain for gain in gains_over(1500, torch.ones_like, lr=0.1, meta_lr=0.05)]
+    assert large[0] == pytest.approx(3e-3)
+    assert large[-1] == pytest.approx(0.1 / math.sqrt(1 + 1499 / 300), rel=0.01)
+    assert gains_over(1, torch.ones_like, lr=1e-3) == [1.0]
+
+
+def test_the_average_reaches_back_over_a_part_of_the_run():
+    """M^ is the mean of the gradients with weights that sum to 1; after t steps the newest has 1 / (averaging t)."""
+    x = Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = KronLODO([x], averaging=0.5, betas=(0.75, 0.9), basis="none")
+    seen = []
+    for t in range(1, 60):
+        x.grad = torch.full_like(x, math.sin(t))
+        opt.step()
+        newest = 1 / max(4, 0.5 * t)
+        seen = [weight * (1 - newest) for weight in seen] + [newest]
+        mean = sum(weight * math.sin(i) for i, weight in enumerate(seen, 1)) / sum(seen)
+        state = opt.state[x]
+        assert float(state["exp_avg"]) / (1 - float(state["mean_decay"])) == pytest.approx(mean, rel=1e-10)
+
+
+def test_a_schedule_stops_the_annealing():
+    """From the first fall of lr on, c anneals no further; at a constant lr it does."""
+
+    def last_gain(fall):
+        x = Parameter(torch.ones(4, 3, dtype=torch.float64))
+        opt = KronLODO([x], lr=3e-3, anneal=10.0, betas=(0.0, 0.95), averaging=0, gate=False)
+        for t in range(400):
+            x.grad = torch.ones_like(x) * (-1) ** t
+            opt.param_groups[0]["lr"] *= fall
+            opt.step()
+        return float(opt.state[x]["gain"]) - float(opt.state[x]["gain_highest"])
+
+    assert last_gain(1.0) == pytest.approx(-math.log(1 + 399 / 10) / 2, rel=0.01)
+    assert last_gain(0.9999) == 0
 
 
 def test_a_schedule_takes_the_place_of_the_annealing():

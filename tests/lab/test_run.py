@@ -118,7 +118,7 @@ def test_a_schedule_is_part_of_the_address_and_none_is_not():
     plain = bowl("adam")
     assert "schedule" not in plain.settings
     assert bowl("adam", schedule="cosine").name != plain.name
-    with pytest.raises(ValueError, match="schedule must be one of 'cosine', got 'linear'"):
+    with pytest.raises(ValueError, match="schedule must be one of 'cosine', 'warmup_cosine', got 'linear'"):
         bowl("adam", schedule="linear")
 
 

@@ -1,4 +1,4 @@
-"""How a rate falls over a run: factors of the first rate, as functions of the part of the run that is done."""
+"""How a rate changes over a run: factors of the first rate, as functions of the part of the run that is done."""
 
 from __future__ import annotations
 
@@ -18,11 +18,20 @@ def cosine(done: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
+def warmup_cosine(done: float) -> float:
+    """The same after a rise from nearly 0 over the first twentieth of the run.
+
+    >>> warmup_cosine(0.0), round(warmup_cosine(0.025), 2), warmup_cosine(0.5), warmup_cosine(1.0)
+    (0.01, 0.51, 0.5, 0.0)
+    """
+    return min(1.0, 0.01 + done / 0.05) * cosine(done)
+
+
 def _square(done: float) -> float:
     return (1 - done) ** 2
 
 
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType({"cosine": cosine})
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType({"cosine": cosine, "warmup_cosine": warmup_cosine})
 
 
 def schedule_of(optimizer: str, name: str | None) -> Schedule | None:
