@@ -131,7 +131,7 @@ def training_ratio(rounds: int) -> float:
         for _ in range(10):
             loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             opt.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             opt.step()
 
     calls = {}

@@ -92,6 +92,7 @@ def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
             raise ValueError(
                 f"group {index} of the state has {len(other['params'])} parameters, ours {len(ours['params'])}"
             )
+        other = {"state_dtype": None, **other}  # which states saved before there was this option do not have
         for name in ("basis", "gains", "gate", "max_dim", "state_dtype"):
             if name not in other or other[name] != ours[name]:
                 raise ValueError(f"group {index} of the state has {name} = {other.get(name)!r}, ours is {ours[name]!r}")

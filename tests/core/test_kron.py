@@ -404,6 +404,21 @@ def test_states_of_other_precision_can_be_loaded():
     run(one, exact, 5)
 
 
+def test_states_saved_before_there_were_short_ones_can_be_loaded():
+    params = drawn(dtype=torch.float32)
+    opt = KronLODO(params)
+    run(opt, params, 3)
+    saved = copy.deepcopy(opt.state_dict())
+    del saved["param_groups"][0]["state_dtype"]
+    for state in saved["state"].values():
+        state["scaled_grad"] = state["scaled_grad"].float() * 20**0.5 / 127
+    resumed = KronLODO(params)
+    resumed.load_state_dict(saved)
+    for p in params:
+        assert torch.equal(resumed.state[p]["scaled_grad"], opt.state[p]["scaled_grad"])
+    run(resumed, params, 1)
+
+
 # ---------------------------------------------------------------- resuming
 
 
