@@ -419,7 +419,9 @@ def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: F
     bits = bits_of(stack) if stack.M.dtype == torch.bfloat16 else None
     M = averaged(stack.M, X, newest * share(0.0, ok, X), None if bits is None else bits & 0xFFFF)
     if stack.V is None:
-        S = orthogonal(torch.lerp(X, M, 1 - newest)) * (0.2 * math.sqrt(max(stack.shape)))  # about as long as Adam's steps are
+        S = orthogonal(torch.lerp(X, M, 1 - newest)) * (
+            0.2 * math.sqrt(max(stack.shape))
+        )  # about as long as Adam's steps are
         if stack.S is not None:
             stack.S.copy_(kept(ok, S, stack.S))
         return S

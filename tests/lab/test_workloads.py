@@ -21,6 +21,7 @@ from interruptions import interrupted, same_but_for_time
 from lodo.lab import compare, data
 from lodo.lab.data import SHAKESPEARE_DIGEST, VARIABLE, load_library, load_text, read_text, using
 from lodo.lab.data.text import MODULES
+from lodo.lab.optimizers import evaluating
 from lodo.lab.run import Run, execute, load_curve
 from lodo.lab.tasks import make_task
 from lodo.lab.tasks.autoencoder import Autoencoder
@@ -184,7 +185,8 @@ def test_an_optimizer_is_evaluated_where_it_wants_to_be(bundled, name):
         for p in half.params:
             p.mul_(0.5)
     before = values(task)
-    found = task.tracked(Shrinks(task.params, lr=0.1), 0)
+    with evaluating(Shrinks(task.params, lr=0.1), task.params):
+        found = task.tracked(None, 0)
     assert found == half.tracked(None, 0)
     assert found != task.tracked(None, 0)
     assert same(before, values(task))
@@ -194,8 +196,8 @@ def test_an_optimizer_returns_to_training_after_an_error(bundled, monkeypatch):
     task = make("cnn")
     before = values(task)
     monkeypatch.setattr(task, "logits", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        task.tracked(Shrinks(task.params, lr=0.1), 0)
+    with pytest.raises(ZeroDivisionError), evaluating(Shrinks(task.params, lr=0.1), task.params):
+        task.tracked(None, 0)
     assert same(before, values(task))
 
 

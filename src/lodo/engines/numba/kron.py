@@ -55,9 +55,7 @@ class FusedPasses:
             self._sums, found.numpy(),
         )  # fmt: skip
 
-    def direction(
-        self, X: Tensor, share2: float, unit: float, t: Any, numbers: Sequence[Any], found: Tensor
-    ) -> None:
+    def direction(self, X: Tensor, share2: float, unit: float, t: Any, numbers: Sequence[Any], found: Tensor) -> None:
         """X becomes ``rate S``, after it has entered the averages at step t; |S|^2 is written into ``found``."""
         keys = (mix(update_key(0, t.astype(np.int64))) if self._short else t).astype(np.uint32)
         self._run(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lodo._checks import check_int
 from lodo.lab import data
 from lodo.lab.tasks.base import Task
-from lodo.lab.tasks.network import classified, evaluated
+from lodo.lab.tasks.network import classified
 
 SIDE = 8  # pixels
 CLASSES = 10
@@ -77,8 +77,7 @@ class Mlp(Task):
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
         """The accuracy and the mean cross-entropy on the test images."""
         images, labels = self.test
-        with evaluated(optimizer):
-            return classified(self._logits(images), labels)
+        return classified(self._logits(images), labels)
 
     def buffers(self) -> dict[str, Tensor]:
         return {"batch": self.batch}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -50,9 +49,8 @@ class Network(Task):
 
     @torch.no_grad()
     def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
-        """What `validate` measures, at the weights that the optimizer wants to be evaluated at."""
-        with evaluated(optimizer):
-            return self.validate()
+        """What `validate` measures."""
+        return self.validate()
 
     def buffers(self) -> dict[str, Tensor]:
         return self.batch
@@ -163,23 +161,6 @@ def seeded(make: Callable[[], nn.Module], rng: torch.Generator) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
-
-
-@contextmanager
-def evaluated(optimizer: Optimizer | None) -> Iterator[None]:
-    """Have the parameters at the values to be evaluated, if the optimizer trains at others.
-
-    Such an optimizer has the methods ``eval`` and ``train``, which change from the ones to the others and back.
-    """
-    to_evaluate, to_train = (getattr(optimizer, name, None) for name in ("eval", "train"))
-    if not (callable(to_evaluate) and callable(to_train)):
-        yield
-        return
-    to_evaluate()
-    try:
-        yield
-    finally:
-        to_train()
 
 
 def classified(logits: Tensor, labels: Tensor) -> dict[str, float]:
