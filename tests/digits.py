@@ -14,7 +14,7 @@ from lodo.lab.data import CIFAR10_FILES, MNIST_FILES, VARIABLE, load_mnist, mnis
 
 _GIVEN = Path(os.environ.get(VARIABLE) or "nowhere")
 REAL = (_GIVEN / "mnist" / MNIST_FILES[0]).is_file()
-REAL_CIFAR10 = (_GIVEN / "cifar-10-batches-bin").is_dir()
+REAL_CIFAR10 = (_GIVEN / "cifar-10-batches-bin" / CIFAR10_FILES[0]).is_file()
 REAL_TEXT = (_GIVEN / "text" / "shakespeare.txt").is_file()
 
 
