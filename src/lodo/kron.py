@@ -37,6 +37,7 @@ from lodo.engines import BACKENDS, check_backend
 from lodo.estimate import readable
 from lodo.group import Options, name_of
 from lodo.kron_state import (
+    KronMemory,
     check_options,
     check_params,
     check_rate,
@@ -45,9 +46,9 @@ from lodo.kron_state import (
     decoded,
     diagnose,
     fresh_state,
+    memory_of,
     restored,
     spelled_dtype,
-    state_bytes,
     unit_of,
 )
 from lodo.meta import BETA2, adam_step
@@ -738,10 +739,21 @@ class KronLODO(Optimizer):
                 numbers.update({f"group{index}/{name}/{what}": value for what, value in measured.items()})
         return {**numbers, "skipped_steps": float(self.skipped_steps)}
 
+    def memory_estimate(self) -> KronMemory:
+        """The bytes of state between steps, also before the first one. Parameters may be on the device "meta".
+
+        Example:
+            >>> from lodo import KronLODO
+            >>> with torch.device("meta"):
+            ...     model = torch.nn.Linear(768, 768)
+            >>> print(KronLODO(model.parameters()).memory_estimate())
+            14.8 MB (averages 4.7 MB, directions 590.6 kB, bases 4.7 MB, covariances 4.7 MB, numbers 96 B)
+        """
+        each = [memory_of(p, options) for options in self.param_groups for p in options["params"] if p.numel()]
+        return KronMemory(*map(sum, zip(KronMemory(0, 0, 0, 0, 0), *each, strict=True)))
+
     def __repr__(self) -> str:
-        kept_bytes = sum(
-            state_bytes(p, options) for options in self.param_groups for p in options["params"] if p.numel()
-        )
+        kept_bytes = self.memory_estimate().total
         weights = sum(p.numel() for options in self.param_groups for p in options["params"])
         each = f" ({kept_bytes / weights:.1f} bytes a weight)" if weights else ""
         memory = f"memory: {readable(kept_bytes)}{each}, nonfinite: {self.nonfinite!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.optim.optimizer import StateDict
 
 from lodo._checks import check_betas, check_bool, check_choice, check_int, check_real
 from lodo.distributed import shard_of
+from lodo.estimate import readable
 from lodo.group import Options, name_of
 from lodo.layout import real
 from lodo.meta import BETA1
@@ -22,6 +24,17 @@ from lodo.stacks import State, matrix_shape, state_dtype
 FIRST = 3e-3  # the largest lr e^c of a first step
 BASES = ("kronecker", "orthogonal", "none")
 SHORT = ("exp_avg", "exp_avg_sq", "direction", "left_basis", "right_basis")  # what may be in bfloat16
+
+KINDS = {  # what the tensors of a state are, as fields of `KronMemory`
+    "exp_avg": "averages",
+    "exp_avg_sq": "averages",
+    "scaled_grad": "directions",
+    "direction": "directions",
+    "left_basis": "bases",
+    "right_basis": "bases",
+    "left_covariance": "covariances",
+    "right_covariance": "covariances",
+}
 
 
 def fresh_state(p: Tensor, options: Options) -> State:
@@ -157,6 +170,32 @@ def decoded(U: Tensor, dtype: torch.dtype, unit: float) -> Tensor:
     return U.to(dtype) * unit if U.dtype == torch.int8 else U
 
 
+class KronMemory(NamedTuple):
+    """Bytes of state between steps, by what they are for."""
+
+    averages: int  # M and V
+    directions: int  # what is kept of the last step
+    bases: int
+    covariances: int
+    numbers: int  # gains, gates and the like
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in zip(self._fields, self, strict=True))
+        return f"{readable(self.total)} ({parts})"
+
+
+def memory_of(p: Tensor, options: Options) -> KronMemory:
+    """The memory of a parameter's state."""
+    sizes = dict.fromkeys(KronMemory._fields, 0)
+    for name, value in fresh_state(torch.empty_like(p, device="meta"), options).items():
+        sizes[KINDS.get(name, "numbers")] += value.numel() * value.element_size()
+    return KronMemory(**sizes)
+
+
 def state_bytes(p: Tensor, options: Options) -> int:
     """The bytes of a parameter's state.
 
@@ -166,8 +205,7 @@ def state_bytes(p: Tensor, options: Options) -> int:
     >>> state_bytes(torch.empty(768, 768), {**options, "state_dtype": "bfloat16"}) // 768**2
     17
     """
-    state = fresh_state(torch.empty_like(p, device="meta"), options)
-    return sum(value.numel() * value.element_size() for value in state.values())
+    return memory_of(p, options).total
 
 
 def diagnose(options: Options, state: State) -> dict[str, float]:

@@ -756,3 +756,19 @@ def test_diagnostics():
 def test_repr_tells_the_memory():
     opt = KronLODO([Parameter(torch.zeros(64, 64))])
     assert "memory: 102.4 kB (25.0 bytes a weight)" in repr(opt)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"state_dtype": "bfloat16"}, {"gate": False}, {"basis": "orthogonal"}], ids=str
+)
+def test_the_memory_is_known_before_the_first_step(options):
+    params = [Parameter(torch.zeros(shape)) for shape in ((8, 3, 5), (7,), (20, 6))]
+    opt = KronLODO(params, max_dim=16, **options)
+    estimate = opt.memory_estimate()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    kept = [value for p in params for value in opt.state[p].values()]
+    assert estimate.total == sum(value.numel() * value.element_size() for value in kept)
+    assert estimate.bases == sum(x.nbytes for p in params for name, x in opt.state[p].items() if "basis" in name)
+    assert KronLODO([Parameter(torch.zeros(0))]).memory_estimate().total == 0
