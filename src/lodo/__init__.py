@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lodo.families import Scalar as Scalar
     from lodo.kron import KronLODO as KronLODO
     from lodo.optimizer import LODO as LODO
+    from lodo.planning import Plan as Plan
+    from lodo.planning import plan as plan
 
     __version__: str
 
@@ -27,10 +29,12 @@ _HOMES = {
     "Diagonal": "lodo.families",
     "MemoryEstimate": "lodo.estimate",
     "Mixing": "lodo.families",
+    "Plan": "lodo.planning",
     "Preconditioner": "lodo.families",
     "Residual": "lodo.families",
     "Scalar": "lodo.families",
     "memory_estimate": "lodo.estimate",
+    "plan": "lodo.planning",
 }
 
 __all__ = [
@@ -40,10 +44,12 @@ __all__ = [
     "KronLODO",
     "MemoryEstimate",
     "Mixing",
+    "Plan",
     "Preconditioner",
     "Residual",
     "Scalar",
     "memory_estimate",
+    "plan",
 ]
 
 

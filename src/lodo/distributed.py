@@ -45,6 +45,24 @@ def local_gradient(p: Tensor) -> Tensor | None:
     return local(g)
 
 
+def is_distributed() -> bool:
+    """Whether this is one of several processes.
+
+    >>> is_distributed()
+    False
+    """
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def whole(x: Any) -> Any:
+    """All of a DTensor, which every rank of its mesh has to ask for; anything else as it is.
+
+    >>> whole(3)
+    3
+    """
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
 class Shard(NamedTuple):
     """Which part of its parameters a rank holds, and how many parts there are.
 
@@ -174,7 +192,7 @@ def checksum(x: Tensor) -> Tensor:
     True
     """
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     parts = torch.split(x.detach().reshape(-1).view(integer), _PART)  # torch widens what it adds, a part at a time
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
@@ -198,7 +216,7 @@ def drifted(table: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 
 def check_sync(named: Sequence[tuple[str, Tensor]]) -> None:
     """Raise on every rank, naming the ranks and what differs, unless all ranks hold the same bits."""
-    if not named or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not named or not is_distributed():
         return
     ours = torch.stack([checksum(x).to(named[0][1].device) for _, x in named])
     gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size())]

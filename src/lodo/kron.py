@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
@@ -31,8 +32,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from lodo._checks import check_choice
+from lodo._checks import check_bool, check_choice, check_int
 from lodo.checkpoint import completed, load_between
+from lodo.distributed import check_sync, is_distributed, local
 from lodo.engines import BACKENDS, check_backend
 from lodo.estimate import readable
 from lodo.group import Options, name_of
@@ -52,6 +54,7 @@ from lodo.kron_state import (
     unit_of,
 )
 from lodo.meta import BETA2, adam_step
+from lodo.ownership import Division, owned_here, replicated
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.rounding import random_bits, round_to, update_key
 from lodo.scalars import Flag, largest, logarithm, over, plain
@@ -113,7 +116,7 @@ def inner(X: Tensor, Y: Tensor) -> Tensor:
     >>> inner(torch.ones(2, 1, 3), torch.ones(2, 1, 3))
     tensor([3., 3.])
     """
-    return (X.flatten(1)[:, None] @ Y.flatten(1)[:, :, None]).flatten()
+    return (X * Y).flatten(1).sum(1)  # not a batched product: its rounding depends on what else is in the stack
 
 
 def orthogonal(M: Tensor, steps: int = 5) -> Tensor:
@@ -152,6 +155,15 @@ def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(ok, new, old) if isinstance(ok, Tensor) else new
 
 
+def power(beta: float, t: Any) -> Any:
+    """``beta ** t`` of arrays, or of tensors: of those through NumPy, because in torch an entry's place matters.
+
+    >>> power(0.5, torch.tensor([1.0, 2.0]))
+    tensor([0.5000, 0.2500])
+    """
+    return torch.from_numpy(beta ** t.numpy()) if isinstance(t, Tensor) and is_host(t.device) else beta**t
+
+
 class Factors(NamedTuple):
     """What turns the averages M and V into M^ and R: one number for each parameter."""
 
@@ -163,7 +175,7 @@ class Factors(NamedTuple):
     def of(cls, options: Options, numbers: Mapping[str, Any]) -> Factors:
         """The factors after the last step, of tensors or of arrays."""
         is_first = numbers["step"] == 0
-        root = (1 - options["betas"][1] ** (numbers["step"] + is_first)) ** -0.5
+        root = (1 - power(options["betas"][1], numbers["step"] + is_first)) ** -0.5
         least = options["eps"] + 0 * root
         if "norm_sq" in numbers:
             least = least + NOISE * root * (numbers["norm_sq"] / numbers["size"]) ** 0.5
@@ -494,8 +506,14 @@ class KronLODO(Optimizer):
         nonfinite: what to do if a gradient is NaN, infinite, or so large that its square would be: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other
             than the CPU, the error comes with the next step, so that no step waits for the device.
+        distribute: under DDP, divide the work between the ranks: each tensor has an owner, which takes its step,
+            sends it to the others and alone holds its state. The result is the same, bit for bit. Work on parameters
+            that are sharded (FSDP2, tensor parallelism) is always divided.
+        check_sync_every: compare what all ranks hold copies of every so many steps, and raise an error that names the
+            rank that differs. None compares nothing.
 
-    All but ``backend`` and ``nonfinite`` may differ between groups.
+    All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. If work is
+    divided, `step`, `state_dict` and `load_state_dict` have to be called on every rank.
 
     Example:
         >>> import torch
@@ -514,6 +532,7 @@ class KronLODO(Optimizer):
     _stacked: list[list[Bundle]]  # and their stacks
     _refused: Tensor | None  # whether a device refused the last step; not read back yet
     _refused_in_a_row: int
+    _division: Division | None  # of the work between ranks; None until it is needed
 
     def __init__(
         self,
@@ -536,10 +555,17 @@ class KronLODO(Optimizer):
         state_dtype: str | torch.dtype | None = None,
         backend: str = "auto",
         nonfinite: str = "raise",
+        distribute: bool = False,
+        check_sync_every: int | None = None,
     ) -> None:
         check_choice("backend", backend, BACKENDS)
         check_choice("nonfinite", nonfinite, ("raise", "skip"))
-        self.backend, self.nonfinite = backend, nonfinite
+        check_bool("distribute", distribute)
+        if check_sync_every is not None:
+            check_int("check_sync_every", check_sync_every, low=1)
+        self.backend, self.nonfinite, self.distribute = backend, nonfinite, distribute
+        self.check_sync_every, self._steps_since_sync = check_sync_every, 0
+        self._owners: dict[Tensor, int] = {}
         self._forget_stacks()
         defaults = {
             "lr": lr,
@@ -587,10 +613,12 @@ class KronLODO(Optimizer):
         refused, self._refused = self._refused, None
         if refused is not None:
             look_back(refused, self.nonfinite)
+        division = self._divided()
         readings = []
         for index, options in enumerate(self.param_groups):
             readings += [(options, bundle, read(options, bundle)) for bundle in self._bundles(index, options)]
-        ok = usable([reading.sums[0] for *_, reading in readings])
+        division.ready(self.param_groups, self.state, self.backend)
+        ok = division.agree(usable([*(reading.sums[0] for *_, reading in readings), *division.squares()]))
         if ok is False:
             self._refuse()
             return loss
@@ -600,16 +628,33 @@ class KronLODO(Optimizer):
         for options, bundle, reading in readings:
             here = ok.to(reading.sums.device) if isinstance(ok, Tensor) else ok
             advance(options, bundle, reading, here)
-        for options, bundles in zip(self.param_groups, self._stacked, strict=True):
-            options["steps"] += bool(bundles)
+        division.step(self.param_groups, ok, step_at_once)
+        for options in self.param_groups:
+            options["steps"] += any(p.grad is not None and p.numel() for p in options["params"])
         if isinstance(ok, Tensor):
             self._refused = torch.logical_not(ok)
+        self._check_sync(division)
         return loss
+
+    def _divided(self) -> Division:
+        """What is divided between ranks."""
+        if self._division is None or not self._division.covers(self.param_groups):
+            self._division = Division(self.param_groups, self._owners, self.distribute)
+        return self._division
+
+    def _check_sync(self, division: Division) -> None:
+        """Every so many steps, compare what all ranks hold."""
+        self._steps_since_sync += 1
+        if self.check_sync_every is not None and self._steps_since_sync >= self.check_sync_every:
+            self._steps_since_sync = 0
+            if is_distributed():
+                check_sync(replicated(self.param_groups, self.state, division.items))
 
     def _bundles(self, index: int, options: Options) -> list[Bundle]:
         """The parameters of a group that have a gradient, in stacks; those of the last step if nothing has changed."""
         check_rate(options, index)
-        active = [p for p in options["params"] if p.grad is not None and p.numel()]
+        elsewhere = self._divided().items
+        active = [p for p in options["params"] if p.grad is not None and p.numel() and p not in elsewhere]
         ids = list(map(id, active))
         bundles = self._stacked[index]
         if ids == self._active[index] and all(bundle.holds() for bundle in bundles):
@@ -625,6 +670,7 @@ class KronLODO(Optimizer):
     def _refuse(self) -> None:
         """Raise, or count the step as skipped."""
         problem = self._problem()
+        self._divided().refuse(self.state, count=self.nonfinite == "skip")
         if self.nonfinite == "raise":
             raise FloatingPointError(f"{problem}; nothing was changed. {SKIP}")
         self._refused_in_a_row += 1
@@ -641,8 +687,11 @@ class KronLODO(Optimizer):
     def _problem(self) -> str:
         for index, options in enumerate(self.param_groups):
             for j, p in enumerate(options["params"]):
-                if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
+                if p.grad is not None and not bool(torch.isfinite(local(p.grad)).all()):
                     return f"the gradient of {name_of(options, index, j)} is not finite"
+        rank = self._divided().complaining
+        if rank is not None:
+            return f"a gradient on rank {rank} is not finite or too large"
         return "a gradient is too large: its square is not finite"
 
     # ------------------------------------------------------------ groups and states
@@ -651,7 +700,7 @@ class KronLODO(Optimizer):
         """Add a group; allowed at any time."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        for name in ("backend", "nonfinite"):
+        for name in ("backend", "nonfinite", "distribute", "check_sync_every"):
             if name in param_group:
                 raise ValueError(f"{name} is not an option of a group (got {param_group[name]!r}); pass it to KronLODO")
         if "state_dtype" in param_group:
@@ -673,21 +722,38 @@ class KronLODO(Optimizer):
         """Before the first step, and after states have been replaced."""
         groups = getattr(self, "param_groups", [])
         self._active, self._stacked = [[] for _ in groups], [[] for _ in groups]
+        self._division = None
         self._refused, self._refused_in_a_row = None, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "backend": self.backend, "nonfinite": self.nonfinite}
+        own = ("backend", "nonfinite", "distribute", "check_sync_every", "_steps_since_sync", "_owners")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget_stacks()
 
+    def state_dict(self) -> StateDict:
+        """The state as torch has it; what is divided between ranks is laid out as the parameters are."""
+        packed = super().state_dict()
+        saved = self._divided().saved(self.state)
+        for options, theirs in zip(self.param_groups, packed["param_groups"], strict=True):
+            packed["state"].update({i: saved[p] for p, i in zip(options["params"], theirs["params"], strict=True)
+                                    if p in saved})  # fmt: skip
+        return packed
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state that `state_dict` has returned; it is checked before anything changes."""
         given: list[StateDict] = []
+        division = self._divided()
 
         def check(_: Optimizer, loaded: StateDict) -> StateDict:
-            check_state(self.param_groups, loaded)
+            try:
+                check_state(self.param_groups, loaded)
+            except ValueError as error:
+                division.together(error)
+            else:
+                division.together(None)
             given.append(loaded)
             return {**loaded, "param_groups": list(map(completed, self.param_groups, loaded["param_groups"]))}
 
@@ -696,7 +762,8 @@ class KronLODO(Optimizer):
             for options, theirs in zip(self.param_groups, given[0]["param_groups"], strict=True):
                 for p, key in zip(options["params"], theirs["params"], strict=True):
                     if key in given[0]["state"]:
-                        self.state[p] = restored(p, options, given[0]["state"][key])
+                        restore_one = division.items[p].restored if p in division.items else partial(restored, p)
+                        self.state[p] = restore_one(options, given[0]["state"][key])
             self._forget_stacks()
 
         load_between(self, state_dict, check, restore)
@@ -711,7 +778,7 @@ class KronLODO(Optimizer):
 
     @torch.no_grad()
     def diagnostics(self) -> dict[str, float]:
-        """Numbers to log, by name, of every parameter that has taken a step.
+        """Numbers to log, by name, of every parameter that has taken a step (if work is divided: and is owned here).
 
         ======================  ========================================================================
         ``gain``                e^c
@@ -735,12 +802,14 @@ class KronLODO(Optimizer):
         for index, options in enumerate(self.param_groups):
             for j, p in enumerate(options["params"]):
                 name = options["param_names"][j] if "param_names" in options else f"parameter{j}"
-                measured = diagnose(options, self.state.get(p, {}))
+                measured = diagnose(options, self.state.get(p, {}))  # of what this rank holds
                 numbers.update({f"group{index}/{name}/{what}": value for what, value in measured.items()})
         return {**numbers, "skipped_steps": float(self.skipped_steps)}
 
     def memory_estimate(self) -> KronMemory:
         """The bytes of state between steps, also before the first one. Parameters may be on the device "meta".
+
+        If work is divided between ranks, it is what this rank holds.
 
         Example:
             >>> from lodo import KronLODO
@@ -749,7 +818,9 @@ class KronLODO(Optimizer):
             >>> print(KronLODO(model.parameters()).memory_estimate())
             14.8 MB (averages 4.7 MB, directions 590.6 kB, bases 4.7 MB, covariances 4.7 MB, numbers 96 B)
         """
-        each = [memory_of(p, options) for options in self.param_groups for p in options["params"] if p.numel()]
+        here = owned_here(self.param_groups, self._owners, self.distribute)
+        pairs = [(p, options) for options in self.param_groups for p in options["params"] if p.numel() and here(p)]
+        each = [memory_of(p, options) for p, options in pairs]
         return KronMemory(*map(sum, zip(KronMemory(0, 0, 0, 0, 0), *each, strict=True)))
 
     def __repr__(self) -> str:
@@ -758,6 +829,12 @@ class KronLODO(Optimizer):
         each = f" ({kept_bytes / weights:.1f} bytes a weight)" if weights else ""
         memory = f"memory: {readable(kept_bytes)}{each}, nonfinite: {self.nonfinite!r}"
         return f"{super().__repr__()[:-1].rstrip()}\n{memory}\n)"
+
+
+def step_at_once(options: Options, bundle: Bundle, ok: Flag) -> None:
+    """Read and advance a bundle, once it is known that its gradients can be used."""
+    reading = read(options, bundle)
+    advance(options, bundle, reading, ok.to(reading.sums.device) if isinstance(ok, Tensor) else ok)
 
 
 def usable(squares: Sequence[Tensor]) -> Flag:

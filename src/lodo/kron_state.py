@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import StateDict
 
 from lodo._checks import check_betas, check_bool, check_choice, check_int, check_real
-from lodo.distributed import shard_of
+from lodo.distributed import local, whole
 from lodo.estimate import readable
 from lodo.group import Options, name_of
 from lodo.layout import real
@@ -37,6 +37,15 @@ KINDS = {  # what the tensors of a state are, as fields of `KronMemory`
 }
 
 
+def outline(p: Tensor) -> Tensor:
+    """A whole tensor like a parameter, without contents; of a DTensor too.
+
+    >>> outline(torch.ones(2, 3)).shape
+    torch.Size([2, 3])
+    """
+    return torch.empty(p.shape, dtype=p.dtype, device="meta")
+
+
 def fresh_state(p: Tensor, options: Options) -> State:
     """The state of a parameter before its first step."""
     shape = matrix_shape(p)
@@ -59,14 +68,23 @@ def fresh_state(p: Tensor, options: Options) -> State:
         state[name].fill_(1)
     for name in {"gain", "gain_highest"} & state.keys():
         state[name].fill_(first_gain(options["lr"]))
-    if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
+    if options["basis"] == "kronecker":
         state["norm_sq"] = zeros("norm_sq")
         for side, d in zip(("left", "right"), shape, strict=True):
-            if 1 < d <= options["max_dim"] and real(p).dim() > 1:
+            if has_basis(p, d, options):
                 state[f"{side}_covariance"] = zeros(f"{side}_covariance", d, d)
                 state[f"{side}_basis"] = zeros(f"{side}_basis", d, d)
                 state[f"{side}_basis"].fill_diagonal_(1)
     return state
+
+
+def has_basis(p: Tensor, d: int, options: Options) -> bool:
+    """Whether a parameter's dimension d has a basis. Vectors keep the identity: their covariance would be a matrix.
+
+    >>> has_basis(torch.zeros(2, 3), 3, {"basis": "kronecker", "max_dim": 1024})
+    True
+    """
+    return options["basis"] == "kronecker" and 1 < d <= options["max_dim"] and real(p).dim() > 1
 
 
 def first_gain(lr: Scalar) -> Scalar:
@@ -84,10 +102,10 @@ def stored_dtype(name: str, p: Tensor, options: Options) -> torch.dtype:
     >>> stored_dtype("exp_avg", torch.zeros(2, 3), {"state_dtype": "bfloat16"})
     torch.bfloat16
     """
-    whole, short = state_dtype(p), options["state_dtype"] is not None
-    if name == "scaled_grad" and (short or whole == torch.float32):
+    exact, short = state_dtype(p), options["state_dtype"] is not None
+    if name == "scaled_grad" and (short or exact == torch.float32):
         return torch.int8
-    return torch.bfloat16 if short and name in SHORT else whole
+    return torch.bfloat16 if short and name in SHORT else exact
 
 
 def _gated(options: Options) -> bool:
@@ -111,7 +129,7 @@ def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
                 raise ValueError(f"group {index} of the state has {name} = {other.get(name)!r}, ours is {ours[name]!r}")
         for j, (p, key) in enumerate(zip(ours["params"], other["params"], strict=True)):
             if key in loaded["state"]:
-                _check_entry(name_of(ours, index, j), fresh_state(p.to("meta"), ours), loaded["state"][key])
+                _check_entry(name_of(ours, index, j), fresh_state(outline(p), ours), loaded["state"][key])
 
 
 def _check_entry(name: str, expected: State, found: State) -> None:
@@ -121,7 +139,7 @@ def _check_entry(name: str, expected: State, found: State) -> None:
         if not isinstance(value, Tensor) or value.shape != like.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else None
             raise ValueError(f"the state of {name} has {what} of shape {shape}, but {tuple(like.shape)} is needed")
-        if not bool(torch.isfinite(value).all()):
+        if not bool(torch.isfinite(local(value)).all()):
             raise ValueError(f"the state of {name} has numbers in {what} that are not finite: it is damaged")
 
 
@@ -130,7 +148,7 @@ def restored(p: Parameter, options: Options, loaded: State) -> State:
     unit = unit_of(options["betas"][1])
     found = {}
     for name, given in loaded.items():
-        value, dtype = torch.as_tensor(given).to(p.device), stored_dtype(name, p, options)
+        value, dtype = torch.as_tensor(whole(given)).to(p.device), stored_dtype(name, p, options)
         if name == "scaled_grad" and value.dtype != dtype:
             value = coded(decoded(value, state_dtype(p), unit), dtype, unit)
         found[name] = value.to(dtype, copy=True)
@@ -191,7 +209,7 @@ class KronMemory(NamedTuple):
 def memory_of(p: Tensor, options: Options) -> KronMemory:
     """The memory of a parameter's state."""
     sizes = dict.fromkeys(KronMemory._fields, 0)
-    for name, value in fresh_state(torch.empty_like(p, device="meta"), options).items():
+    for name, value in fresh_state(outline(p), options).items():
         sizes[KINDS.get(name, "numbers")] += value.numel() * value.element_size()
     return KronMemory(**sizes)
 
@@ -210,7 +228,9 @@ def state_bytes(p: Tensor, options: Options) -> int:
 
 def diagnose(options: Options, state: State) -> dict[str, float]:
     """A parameter's numbers, as `KronLODO.diagnostics` explains them."""
-    numbers = {}
+    numbers: dict[str, float] = {}
+    if state and state["step"].device.type == "meta":  # another rank's
+        return numbers
     gain = float(state["gain"].exp()) if "gain" in state else 1.0
     if "gain" in state:
         t = float(state["step"]) - 1
@@ -269,10 +289,6 @@ def check_params(options: Options, index: int) -> None:
         if not (p.is_floating_point() or p.is_complex()):
             raise TypeError(
                 f"KronLODO trains floating-point and complex tensors, but {name_of(options, index, j)} is {p.dtype}"
-            )
-        if shard_of(p).parts > 1:
-            raise ValueError(
-                f"KronLODO needs whole tensors, but {name_of(options, index, j)} is sharded; use LODO or AdamW for it"
             )
 
 

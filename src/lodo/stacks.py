@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lodo.distributed import local_gradient
 from lodo.engines import has_numba
 from lodo.layout import real
 
@@ -81,8 +82,10 @@ class Stack:
 
     def gradient(self, out: Tensor) -> Tensor:
         """The gradients, as a stack of matrices in the state's dtype; in ``out`` if they have to be copied."""
-        grads = [p.grad for p in self.params if p.grad is not None]
-        grads = grads if self._real else list(map(real, grads))
+        if self._real:
+            grads = [p.grad for p in self.params if p.grad is not None]
+        else:
+            grads = [real(g) for p in self.params if (g := local_gradient(p)) is not None]
         if grads[0].dtype != self.dtype:
             return torch.stack(grads).to(self.dtype).reshape(out.shape)
         if len(grads) == 1:

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -413,13 +414,13 @@ def check_gradients_are_laid_out_as_their_parameters() -> None:
 CHECKS = {name.removeprefix("check_"): value for name, value in globals().copy().items() if name.startswith("check_")}
 
 
-def run(number: int, world_size: int, folder: Path) -> None:
+def run(number: int, world_size: int, folder: Path, checks: Mapping[str, Callable[..., None]]) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", module=r"torch\.")  # torch's words about itself
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world_size)
+    store = dist.FileStore(str(folder / f"store {next(iter(checks))}"), world_size)
     dist.init_process_group("gloo", store=store, rank=number, world_size=world_size, timeout=timedelta(seconds=120))
-    for name, check in CHECKS.items():
+    for name, check in checks.items():
         try:
             check(folder) if check.__code__.co_argcount else check()
             outcome = "ok"
@@ -429,18 +430,18 @@ def run(number: int, world_size: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> None:
+def start(world_size: int, folder: Path, checks: Mapping[str, Callable[..., None]]) -> None:
+    """Run checks on so many ranks."""
+    folder.mkdir(exist_ok=True)
     fork = multiprocessing.get_context("fork")
-    for world_size in WORLDS:
-        place = folder / str(world_size)
-        place.mkdir()
-        ranks = [fork.Process(target=run, args=(r, world_size, place)) for r in range(world_size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
+    ranks = [fork.Process(target=run, args=(r, world_size, folder, checks)) for r in range(world_size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    main(Path(sys.argv[1]))
+    for each in WORLDS:
+        start(each, Path(sys.argv[1]) / str(each), CHECKS)

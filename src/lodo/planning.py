@@ -1,0 +1,311 @@
+"""Dividing KronLODO's work between processes: who owns which tensor, and what a step then sends, holds and computes.
+
+Nothing here communicates. `lodo.ownership` does what is planned here, and `plan` adds it up beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lodo._checks import check_bool, check_int
+from lodo.estimate import readable
+from lodo.group import Options
+from lodo.kron_state import has_basis, memory_of
+from lodo.stacks import matrix_shape
+
+ROUND = 2**22  # numbers of one owner that travel together; the next ones travel while these are worked on
+ALIGNED = 8  # bytes: every tensor in a message begins at a multiple of it
+HEADER = 8  # bytes at the start of a step's first messages: whether the sender's gradients can be used
+PASSES = 100  # what the passes over all weights cost, in FLOPs a weight: they wait for memory, products do not
+QR = 4  # how much longer a FLOP of a QR decomposition takes than one of a product
+
+
+class Piece(NamedTuple):
+    """The part of a tensor that a rank holds.
+
+    >>> Piece((1, 0), (2, 2)).of(torch.arange(6).reshape(3, 2))
+    tensor([[2, 3],
+            [4, 5]])
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Piece:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view of this part of a whole tensor."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            x = x.narrow(dim, start, size)
+        return x
+
+
+def rows_of(shape: Sequence[int], parts: int, part: int) -> Piece:
+    """The rows that a rank holds of a tensor that is split evenly along its first dimension, as torch splits.
+
+    >>> [rows_of((5, 2), 3, part).sizes for part in range(3)]
+    [(2, 2), (2, 2), (1, 2)]
+    """
+    most = -(-shape[0] // parts)
+    start, stop = min(part * most, shape[0]), min((part + 1) * most, shape[0])
+    return Piece((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
+
+
+class Entry(NamedTuple):
+    """A tensor whose work one rank does for all.
+
+    Args:
+        shape: of the whole tensor.
+        grad_size: the bytes of a number of its gradient.
+        change_size: the bytes of a number of what its owner sends back.
+        pieces: what each rank holds of it.
+        owner: the rank that does the work, as a place in the circle of ranks.
+        round: with which others it travels.
+    """
+
+    shape: tuple[int, ...]
+    grad_size: int
+    change_size: int
+    pieces: tuple[Piece, ...]
+    owner: int = 0
+    round: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def sources(self) -> dict[int, Piece]:
+        """Which ranks send the owner which piece of the gradient; the nearest ones, if several hold the same piece.
+
+        >>> halves = (Piece((0,), (2,)), Piece((2,), (2,)))
+        >>> Entry((4,), 4, 4, halves * 2, owner=2).sources()
+        {3: Piece(starts=(2,), sizes=(2,))}
+        """
+        own = self.pieces[self.owner]
+        found: dict[Piece, int] = {}
+        for rank, piece in enumerate(self.pieces):
+            if piece.numel and piece != own and own.numel < self.numel:
+                nearest = found.get(piece, rank)
+                found[piece] = min(rank, nearest, key=lambda r: (abs(r - self.owner), r))
+        return {rank: piece for piece, rank in found.items()}
+
+
+def padded(size: int) -> int:
+    """Bytes, rounded up to a multiple of `ALIGNED`.
+
+    >>> padded(9)
+    16
+    """
+    return -(-size // ALIGNED) * ALIGNED
+
+
+# ---------------------------------------------------------------- cost, owners and rounds
+
+
+def products_of(p: Tensor, options: Options) -> float:
+    """The FLOPs of a step's matrix products for one tensor, those of a refresh spread over the steps between two.
+
+    >>> products_of(torch.empty(8, 4), {"basis": "kronecker", "max_dim": 4, "refresh_every": 8})
+    1072.0
+    """
+    m, n = matrix_shape(p)
+    total: float = 0.0
+    if options["basis"] == "orthogonal" and m > 1:
+        short, long = min(m, n), max(m, n)
+        return float(5 * (4 * short**2 * long + 2 * short**3))
+    refresh_every: int = options["refresh_every"]
+    for d, other in ((m, n), (n, m)):
+        if has_basis(p, d, options):
+            each = 2 * d * d * other  # P' G, G G' and P S are each such a product
+            total += 3 * each + (3 * each + 2 * d**3) / refresh_every  # M back, M and X again, and A P
+    return total
+
+
+def cost_of(p: Tensor, options: Options) -> float:
+    """How long a step takes for one tensor, in FLOPs of matrix products."""
+    bases = [d for d in matrix_shape(p) if has_basis(p, d, options)]
+    decompositions = sum(8 / 3 * d**3 for d in bases) / options["refresh_every"]
+    return products_of(p, options) + QR * decompositions + PASSES * p.numel()
+
+
+def assigned(works: Sequence[tuple[float, float]], loads: list[list[float]]) -> list[int]:
+    """Who owns each tensor: the longest work first, to whom it makes least difference in time or in memory.
+
+    Args:
+        works: the cost and the bytes of the state of each tensor.
+        loads: the costs and the bytes that each rank has already; they are added to.
+
+    >>> assigned([(1, 1), (3, 3), (2, 2)], [[0, 0], [0, 0]])
+    [1, 0, 1]
+    """
+    totals = [sum(column) or 1 for column in zip(*works, *loads, strict=True)]
+    owners = [0] * len(works)
+    shares = [[value / total for value, total in zip(work, totals, strict=True)] for work in works]
+    for i in sorted(range(len(works)), key=lambda i: (-max(shares[i]), i)):
+
+        def after(rank: int, i: int = i) -> tuple[float, float, int]:
+            both = [(load + x) / t for load, x, t in zip(loads[rank], works[i], totals, strict=True)]
+            return max(both), sum(both), rank
+
+        owners[i] = owner = min(range(len(loads)), key=after)
+        loads[owner] = [load + x for load, x in zip(loads[owner], works[i], strict=True)]
+    return owners
+
+
+def in_rounds(entries: Sequence[Entry]) -> list[Entry]:
+    """Give each owner's tensors their rounds, of at most `ROUND` numbers; equal shapes stay together.
+
+    >>> [entry.round for entry in in_rounds([Entry((2**21,), 4, 4, ()) for _ in range(3)])]
+    [0, 0, 1]
+    """
+    found = list(entries)
+    filled: dict[int, tuple[int, int]] = {}  # owner -> round, numbers in it
+    for i in sorted(range(len(found)), key=lambda i: (found[i].shape, i)):
+        entry = found[i]
+        number, size = filled.get(entry.owner, (0, 0))
+        if size and size + entry.numel > ROUND:
+            number, size = number + 1, 0
+        filled[entry.owner] = number, size + entry.numel
+        found[i] = entry._replace(round=number)
+    return found
+
+
+# ---------------------------------------------------------------- what a step sends
+
+
+class Traffic(NamedTuple):
+    """What a rank sends in a step."""
+
+    messages: int
+    bytes: int
+
+
+def traffic(entries: Sequence[Entry], world: int) -> list[Traffic]:
+    """What each rank sends in a step."""
+    rounds = 1 + max(entry.round for entry in entries)
+    gathers = any(entry.sources() for entry in entries)
+    sent = [HEADER * (world - 1)] * world
+    for entry in entries:
+        for rank, piece in entry.sources().items():
+            sent[rank] += padded(piece.numel * entry.grad_size)
+        sent[entry.owner] += sum(
+            padded(piece.numel * entry.change_size) for rank, piece in enumerate(entry.pieces) if rank != entry.owner
+        )
+    return [Traffic((1 + gathers) * rounds * (world - 1), size) for size in sent]
+
+
+class Plan(NamedTuple):
+    """What KronLODO does on several devices; "most" is the rank that has most of it."""
+
+    world: int
+    weights: int
+    state: int  # bytes, on all ranks together
+    most_state: int
+    products: float  # FLOPs of matrix products in a step, on all ranks together
+    most_products: float
+    messages: int  # that a rank sends in a step
+    most_bytes: int  # that a rank sends in a step
+    bytes: int  # that all ranks send in a step
+    gradient_bytes: int  # that all ranks send to reduce the gradients
+    owners: tuple[int, ...]  # of the tensors
+
+    @property
+    def state_share(self) -> float:
+        """The part of all state that is on the rank with most of it; 1 / world would be even."""
+        return self.most_state / self.state
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than undivided the products are done; ``world`` would be even."""
+        return self.products / self.most_products if self.most_products else float(self.world)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.weights / 1e6:.1f} million weights on {self.world} ranks: {readable(self.most_state)} of state on "
+            f"the fullest ({self.state_share:.1%} of all), {self.most_products / 1e9:.1f} GFLOPs of products a step on "
+            f"the busiest ({self.speedup:.1f} times fewer than undivided), {self.messages} messages and "
+            f"{readable(self.most_bytes)} sent ({self.bytes / max(self.gradient_bytes, 1):.2f} times what reducing the "
+            "gradients sends)"
+        )
+
+
+def plan(model: nn.Module | Iterable[Sequence[int]], *, world: int, sharded: bool = True, **options: object) -> Plan:
+    """What a step of KronLODO sends, holds and computes on ``world`` ranks, before anything is run.
+
+    Args:
+        model: a model, which may be on the device "meta", or the shapes of its tensors in float32.
+        world: the number of ranks.
+        sharded: as with FSDP2 (``fully_shard``), where gradients are gathered and changes scattered. False is for
+            ``distribute=True`` under DDP, where changes are sent and nothing else.
+        options: of `lodo.KronLODO`.
+
+    Example:
+        >>> import lodo
+        >>> plan = lodo.plan([(768, 768)] * 4, world=2)
+        >>> plan.state_share, plan.messages, plan.bytes / plan.gradient_bytes
+        (0.5, 2, 1.00000...)
+        >>> print(lodo.plan([(768, 768)] * 4, world=4, max_dim=512))  # doctest: +ELLIPSIS
+        2.4 million weights on 4 ranks: ...
+    """
+    from lodo.kron import KronLODO  # which imports this module
+
+    check_int("world", world, low=1)
+    check_bool("sharded", sharded)
+    params = _tensors(model)
+    chosen = KronLODO([nn.Parameter(torch.zeros(1))], **options).param_groups[0]  # type: ignore[arg-type]
+    states = [memory_of(p, chosen).total for p in params]
+    products = [products_of(p, chosen) for p in params]
+    loads = [[0.0, 0.0] for _ in range(world)]
+    owners = assigned([(cost_of(p, chosen), s) for p, s in zip(params, states, strict=True)], loads)
+    entries = in_rounds([_entry(p, owner, world, sharded) for p, owner in zip(params, owners, strict=True)])
+    sent = traffic(entries, world) if world > 1 else [Traffic(0, 0)]
+    weights = sum(p.numel() for p in params)
+    reduced = sum(p.numel() * p.element_size() for p in params) * (world - 1)
+
+    def most(values: Sequence[float]) -> float:
+        return max(sum(v for v, o in zip(values, owners, strict=True) if o == rank) for rank in range(world))
+
+    return Plan(
+        world,
+        weights,
+        sum(states),
+        int(most(states)),
+        sum(products),
+        most(products),
+        sent[0].messages,
+        max(each.bytes for each in sent),
+        sum(each.bytes for each in sent),
+        reduced if sharded else 2 * reduced,  # scattered sums, which DDP gathers as well
+        tuple(owners),
+    )
+
+
+def _tensors(model: nn.Module | Iterable[Sequence[int]]) -> list[Tensor]:
+    """The tensors to train, without contents."""
+    if isinstance(model, nn.Module):
+        params: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p.numel()]
+        found = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in params]
+    else:
+        found = [torch.empty(tuple(shape), device="meta") for shape in model]
+    if not found:
+        raise ValueError("model must have tensors to train, got none")
+    return found
+
+
+def _entry(p: Tensor, owner: int, world: int, sharded: bool) -> Entry:
+    whole = Piece.whole(p.shape)
+    split = sharded and p.dim() > 0
+    pieces = tuple(rows_of(p.shape, world, rank) if split else whole for rank in range(world))
+    return Entry(tuple(p.shape), p.element_size(), max(p.element_size(), 4), pieces, owner)
