@@ -532,7 +532,7 @@ class KronLODO(Optimizer):
     _stacked: list[list[Bundle]]  # and their stacks
     _refused: Tensor | None  # whether a device refused the last step; not read back yet
     _refused_in_a_row: int
-    _division: Division | None  # of the work between ranks; None until it is needed
+    _division: Division | None = None  # of the work between ranks; made when it is needed
 
     def __init__(
         self,
@@ -722,7 +722,8 @@ class KronLODO(Optimizer):
         """Before the first step, and after states have been replaced."""
         groups = getattr(self, "param_groups", [])
         self._active, self._stacked = [[] for _ in groups], [[] for _ in groups]
-        self._division = None
+        if self._division is not None:
+            self._division.forget_stacks()
         self._refused, self._refused_in_a_row = None, 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -799,10 +800,11 @@ class KronLODO(Optimizer):
             1.0
         """
         numbers: dict[str, float] = {}
+        here = owned_here(self.param_groups, self._owners, self.distribute)
         for index, options in enumerate(self.param_groups):
             for j, p in enumerate(options["params"]):
                 name = options["param_names"][j] if "param_names" in options else f"parameter{j}"
-                measured = diagnose(options, self.state.get(p, {}))  # of what this rank holds
+                measured = diagnose(options, self.state.get(p, {})) if here(p) else {}
                 numbers.update({f"group{index}/{name}/{what}": value for what, value in measured.items()})
         return {**numbers, "skipped_steps": float(self.skipped_steps)}
 

@@ -172,7 +172,7 @@ class Item:
         return DTensor.from_local(piece.clone(), mesh, placements, run_check=False, shape=shape, stride=strides)
 
     def fresh(self, options: Options) -> State:
-        """The state before the first step: what another rank holds is on the device "meta"."""
+        """The state before the first step; what another rank holds takes no memory here."""
         if self.stand_in is not None:
             return fresh_state(self.blank(), options)
         return self._elsewhere(fresh_state(outline(self.p), options))
@@ -187,8 +187,11 @@ class Item:
         return self._elsewhere(fresh_state(outline(self.p), options), skipped)
 
     def _elsewhere(self, state: State, skipped: int = 0) -> State:
-        state["skipped"] = torch.full((), skipped, dtype=state["skipped"].dtype, device=local(self.p).device)
-        return state
+        """Zeros in the place of what another rank holds, all the same one; but skipped steps are counted everywhere."""
+        device = local(self.p).device
+        zeros = {name: torch.zeros((), dtype=x.dtype, device=device).expand(x.shape) for name, x in state.items()}
+        zeros["skipped"].fill_(skipped)
+        return zeros
 
 
 class Round:
@@ -222,7 +225,7 @@ class Circle:
         self.rounds: list[Round] = []
         self._first: Transfer | None = None  # the gradients of the first round
         self._flag: Flag = True
-        self._active: list[int] = []
+        self.active: list[int] = []
 
     # ------------------------------------------------------------ who owns what
 
@@ -267,7 +270,7 @@ class Circle:
             assert grad is not None
             item.grad = grad
         ids = [id(item) for item in active]
-        if ids == self._active and all(bundle.holds() for each in self.rounds for _, bundle in each.bundles):
+        if ids == self.active and all(bundle.holds() for each in self.rounds for _, bundle in each.bundles):
             return
         for item in active:
             if not states[item.p]:
@@ -276,7 +279,7 @@ class Circle:
         for item in active:
             rounds[item.entry.round].append(item)
         self.rounds = [Round(items, states, backend) for items in rounds.values()]
-        self._active = ids
+        self.active = ids
 
     def squares(self) -> list[Tensor]:
         """Bounds on the squares of the gradients' norms, as far as this rank can see."""
@@ -478,6 +481,11 @@ class Division:
     def covers(self, groups: Sequence[Options]) -> bool:
         """Whether no parameters have been added since."""
         return self.sizes == [len(options["params"]) for options in groups]
+
+    def forget_stacks(self) -> None:
+        """After states have been replaced."""
+        for circle in self.circles:
+            circle.rounds, circle.active = [], []
 
     def ready(self, groups: Sequence[Options], states: dict[Tensor, State], backend: str) -> None:
         """Before a step."""

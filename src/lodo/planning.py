@@ -94,11 +94,12 @@ class Entry(NamedTuple):
         {3: Piece(starts=(2,), sizes=(2,))}
         """
         own = self.pieces[self.owner]
+        replica = len(self.pieces) // self.pieces.count(own)  # the ranks that hold one copy, of which there may be more
         found: dict[Piece, int] = {}
         for rank, piece in enumerate(self.pieces):
             if piece.numel and piece != own and own.numel < self.numel:
                 nearest = found.get(piece, rank)
-                found[piece] = min(rank, nearest, key=lambda r: (abs(r - self.owner), r))
+                found[piece] = min(nearest, rank, key=lambda r: abs(r // replica - self.owner // replica))
         return {rank: piece for piece, rank in found.items()}
 
 
@@ -136,7 +137,7 @@ def products_of(p: Tensor, options: Options) -> float:
 def cost_of(p: Tensor, options: Options) -> float:
     """How long a step takes for one tensor, in FLOPs of matrix products."""
     bases = [d for d in matrix_shape(p) if has_basis(p, d, options)]
-    decompositions = sum(8 / 3 * d**3 for d in bases) / options["refresh_every"]
+    decompositions: float = sum(8 / 3 * d**3 for d in bases) / options["refresh_every"]
     return products_of(p, options) + QR * decompositions + PASSES * p.numel()
 
 

