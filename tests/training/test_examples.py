@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,13 @@ def test_tensorboard(tmp_path):
     for name, value in numbers.items():
         assert math.isfinite(value)
         assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["accelerate_divided", "lightning_fsdp2", "transformers_ranks"])
+def test_two_processes(example, tmp_path):
+    """Trained, saved and resumed by the framework: bit for bit as without a break, on both processes."""
+    program = Path(__file__).parent / "example_ranks.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program]
+    done = subprocess.run([*launch, example, tmp_path], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
