@@ -13,7 +13,6 @@ used, so that all ranks step or none does. Who owns what, and in which round, is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,191 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lodo.distributed import local, local_gradient, shard_of, whole
+from lodo.distributed import local, local_gradient, shard_of
 from lodo.group import Options, name_of
-from lodo.kron_state import fresh_state, memory_of, outline, restored
+from lodo.kron_state import memory_of, outline
 from lodo.layout import real
-from lodo.planning import Entry, Piece, assigned, cost_of, in_rounds, padded, rows_of
+from lodo.messages import Expected, Transfer
+from lodo.owned import NOTHING, Item, Round
+from lodo.planning import Entry, Piece, assigned, cost_of, in_rounds
 from lodo.scalars import Flag
-from lodo.stacks import Bundle, State, bundled, state_dtype
+from lodo.stacks import Bundle, State, state_dtype
 
-Expected = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message
 Take = Callable[[Options, Bundle, Flag], None]  # a step of a bundle
-
-# ---------------------------------------------------------------- messages
-
-
-class Transfer:
-    """One message to every rank of a group and one from each, under way.
-
-    Args:
-        group: of processes.
-        sent: the tensors for each rank.
-        expected: what each rank sends here.
-        device: where messages are.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        sent: Sequence[Sequence[Tensor]],
-        expected: Sequence[Sequence[Expected]],
-        device: torch.device,
-    ) -> None:
-        self._expected = expected
-        self._coming = [_length(tensors) for tensors in expected]
-        going = [_length([(x.shape, x.dtype) for x in tensors]) for tensors in sent]
-        self._received, message = (
-            torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (self._coming, going)
-        )
-        self._sent: Tensor | None = message  # which must live until it has been sent
-        for tensors, part in zip(sent, torch.split_with_sizes(message, going), strict=True):
-            for x, place in zip(tensors, _unpacked(part, [(x.shape, x.dtype) for x in tensors]), strict=True):
-                place.copy_(x)
-        with _lost_ranks():
-            self._work: Any = dist.all_to_all_single(
-                self._received, message, self._coming, going, group=group, async_op=True
-            )
-
-    def wait(self) -> list[list[Tensor]]:
-        """What each rank has sent, as views of the message."""
-        if self._work is not None:
-            with _lost_ranks():
-                self._work.wait()
-            self._work = self._sent = None
-        parts = torch.split_with_sizes(self._received, self._coming)
-        return [_unpacked(part, tensors) for part, tensors in zip(parts, self._expected, strict=True)]
-
-
-class _lost_ranks:  # noqa: N801  # a context, like contextlib's
-    """Say what a broken connection means."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise RuntimeError(
-                "KronLODO could not exchange gradients and changes with the other ranks: one of them has ended, or has "
-                "not called step (or state_dict) within the process group's time-out. This step is incomplete; restart "
-                f"all ranks from a checkpoint. The process group says: {error}"
-            ) from error
-
-
-def _length(tensors: Sequence[Expected]) -> int:
-    return sum(padded(math.prod(shape) * dtype.itemsize) for shape, dtype in tensors)
-
-
-def _unpacked(message: Tensor, tensors: Sequence[Expected]) -> list[Tensor]:
-    """Views of a message, of bytes, as the tensors it consists of."""
-    found, start = [], 0
-    for shape, dtype in tensors:
-        size = math.prod(shape) * dtype.itemsize
-        found.append(message[start : start + size].view(dtype).view(shape))
-        start += padded(size)
-    return found
-
-
-# ---------------------------------------------------------------- tensors and the ranks that share them
-
-_NOTHING = torch.empty(0)
-
-
-class Item:
-    """A parameter whose work one rank does for all.
-
-    Args:
-        p: the parameter, of which this rank may hold a piece.
-        index: of its group.
-        name: by which errors call it.
-    """
-
-    def __init__(self, p: Any, index: int, name: str) -> None:
-        self.p, self.index, self.name = p, index, name
-        self.is_sharded = shard_of(p).parts > 1
-        self.entry: Entry
-        self.sources: dict[int, Piece]
-        self.stand_in: Parameter | None = None  # on its owner: a whole tensor in the parameter's place
-        self.grad = _NOTHING  # this rank's piece, during a step
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of changes: that of the state, so that they are rounded once, by whom they are added to."""
-        return self.p.dtype if self.p.dtype.itemsize >= 4 else state_dtype(self.p)
-
-    def blank(self) -> Tensor:
-        """A whole tensor of zeros that takes no memory."""
-        return torch.zeros((), dtype=self.dtype, device=local(self.p).device).expand(self.p.shape)
-
-    def piece(self) -> Piece:
-        """What this rank holds."""
-        if not hasattr(self.p, "device_mesh"):
-            return Piece.whole(self.p.shape)
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        sizes, starts = compute_local_shape_and_global_offset(self.p.shape, self.p.device_mesh, self.p.placements)
-        return Piece(tuple(starts), tuple(sizes))
-
-    def layout(self, place: int, ranks: Sequence[int], shape: Sequence[int]) -> Piece:
-        """What a rank holds of a tensor of the saved state: rows, as if torch had sharded it."""
-        if not self.is_sharded or not shape:
-            return Piece.whole(shape)
-        mesh = self.p.device_mesh
-        coordinates = (mesh.mesh == ranks[place]).nonzero()[0].tolist()
-        start, size = 0, shape[0]
-        for parts, part, placement in zip(mesh.shape, coordinates, self.p.placements, strict=True):
-            if not placement.is_replicate():
-                (first,), (size,) = rows_of((size,), parts, part)
-                start += first
-        return Piece((start, *(0,) * (len(shape) - 1)), (size, *shape[1:]))
-
-    def as_saved(self, piece: Tensor, shape: torch.Size) -> Tensor:
-        """What this rank holds of a tensor of the saved state: a DTensor if the parameter is sharded."""
-        if not self.is_sharded or not shape:
-            return piece.clone()
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        mesh = self.p.device_mesh
-        placements = [Replicate() if placement.is_replicate() else Shard(0) for placement in self.p.placements]
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(piece.clone(), mesh, placements, run_check=False, shape=shape, stride=strides)
-
-    def fresh(self, options: Options) -> State:
-        """The state before the first step; what another rank holds takes no memory here."""
-        if self.stand_in is not None:
-            return fresh_state(self.blank(), options)
-        return self._elsewhere(fresh_state(outline(self.p), options))
-
-    def restored(self, options: Options, loaded: State) -> State:
-        """A loaded state; every rank that holds a piece has to ask for it."""
-        if self.stand_in is not None:
-            return restored(self.stand_in, options, loaded)
-        skipped = int(torch.as_tensor(loaded.get("skipped", 0)))
-        for value in loaded.values():
-            whole(value)  # a rank cannot gather alone
-        return self._elsewhere(fresh_state(outline(self.p), options), skipped)
-
-    def _elsewhere(self, state: State, skipped: int = 0) -> State:
-        """Zeros in the place of what another rank holds, all the same one; but skipped steps are counted everywhere."""
-        device = local(self.p).device
-        zeros = {name: torch.zeros((), dtype=x.dtype, device=device).expand(x.shape) for name, x in state.items()}
-        zeros["skipped"].fill_(skipped)
-        return zeros
-
-
-class Round:
-    """Tensors that travel together, and the stacks of those that this rank owns, with the places of their groups."""
-
-    def __init__(self, items: Sequence[Item], states: Mapping[Tensor, State], backend: str) -> None:
-        self.items = list(items)
-        own: dict[int, list[Item]] = {}
-        for item in items:
-            if item.stand_in is not None:
-                own.setdefault(item.index, []).append(item)
-        self.bundles: list[tuple[int, Bundle]] = []
-        for index, few in own.items():
-            stand_ins = [item.stand_in for item in few if item.stand_in is not None]
-            self.bundles += [(index, b) for b in bundled(stand_ins, [states[item.p] for item in few], backend)]
 
 
 class Circle:
@@ -415,7 +240,7 @@ class Circle:
 
     def _release(self, each: Round) -> None:
         for item in each.items:
-            item.grad = _NOTHING
+            item.grad = NOTHING
             if item.stand_in is not None:
                 item.stand_in.grad, item.stand_in.data = None, item.blank()
 

@@ -21,8 +21,8 @@ from lodo.stacks import matrix_shape
 ROUND = 2**22  # numbers of one owner that travel together; the next ones travel while these are worked on
 ALIGNED = 8  # bytes: every tensor in a message begins at a multiple of it
 HEADER = 8  # bytes at the start of a step's first messages: whether the sender's gradients can be used
-PASSES = 100  # what the passes over all weights cost, in FLOPs a weight: they wait for memory, products do not
-QR = 4  # how much longer a FLOP of a QR decomposition takes than one of a product
+PASSES = 30  # about the FLOPs a weight of the passes over all weights
+WAITING, QR = 4, 4  # how much longer a FLOP of these passes, and of a QR decomposition, takes than one of a product
 
 
 class Piece(NamedTuple):
@@ -134,11 +134,20 @@ def products_of(p: Tensor, options: Options) -> float:
     return total
 
 
+def decompositions_of(p: Tensor, options: Options) -> float:
+    """The FLOPs of a step's QR decompositions for one tensor, spread over the steps between two refreshes."""
+    total: float = sum(8 / 3 * d**3 for d in matrix_shape(p) if has_basis(p, d, options)) / options["refresh_every"]
+    return total
+
+
+def flops_of(p: Tensor, options: Options) -> float:
+    """The FLOPs of a step for one tensor."""
+    return products_of(p, options) + decompositions_of(p, options) + PASSES * p.numel()
+
+
 def cost_of(p: Tensor, options: Options) -> float:
     """How long a step takes for one tensor, in FLOPs of matrix products."""
-    bases = [d for d in matrix_shape(p) if has_basis(p, d, options)]
-    decompositions: float = sum(8 / 3 * d**3 for d in bases) / options["refresh_every"]
-    return products_of(p, options) + QR * decompositions + PASSES * p.numel()
+    return products_of(p, options) + QR * decompositions_of(p, options) + WAITING * PASSES * p.numel()
 
 
 def assigned(works: Sequence[tuple[float, float]], loads: list[list[float]]) -> list[int]:
@@ -196,10 +205,11 @@ class Traffic(NamedTuple):
 def traffic(entries: Sequence[Entry], world: int) -> list[Traffic]:
     """What each rank sends in a step."""
     rounds = 1 + max(entry.round for entry in entries)
-    gathers = any(entry.sources() for entry in entries)
+    given = [entry.sources() for entry in entries]
+    gathers = any(given)
     sent = [HEADER * (world - 1)] * world
-    for entry in entries:
-        for rank, piece in entry.sources().items():
+    for entry, sources in zip(entries, given, strict=True):
+        for rank, piece in sources.items():
             sent[rank] += padded(piece.numel * entry.grad_size)
         sent[entry.owner] += sum(
             padded(piece.numel * entry.change_size) for rank, piece in enumerate(entry.pieces) if rank != entry.owner
@@ -214,8 +224,8 @@ class Plan(NamedTuple):
     weights: int
     state: int  # bytes, on all ranks together
     most_state: int
-    products: float  # FLOPs of matrix products in a step, on all ranks together
-    most_products: float
+    flops: float  # of a step, on all ranks together
+    most_flops: float
     messages: int  # that a rank sends in a step
     most_bytes: int  # that a rank sends in a step
     bytes: int  # that all ranks send in a step
@@ -229,13 +239,13 @@ class Plan(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """How many times faster than undivided the products are done; ``world`` would be even."""
-        return self.products / self.most_products if self.most_products else float(self.world)
+        """How many times fewer FLOPs than all the rank with most of them has; ``world`` would be even."""
+        return self.flops / self.most_flops
 
     def __str__(self) -> str:
         return (
             f"{self.weights / 1e6:.1f} million weights on {self.world} ranks: {readable(self.most_state)} of state on "
-            f"the fullest ({self.state_share:.1%} of all), {self.most_products / 1e9:.1f} GFLOPs of products a step on "
+            f"the fullest ({self.state_share:.1%} of all), {self.most_flops / 1e9:.1f} GFLOPs a step on "
             f"the busiest ({self.speedup:.1f} times fewer than undivided), {self.messages} messages and "
             f"{readable(self.most_bytes)} sent ({self.bytes / max(self.gradient_bytes, 1):.2f} times what reducing the "
             "gradients sends)"
@@ -267,7 +277,7 @@ def plan(model: nn.Module | Iterable[Sequence[int]], *, world: int, sharded: boo
     params = _tensors(model)
     chosen = KronLODO([nn.Parameter(torch.zeros(1))], **options).param_groups[0]  # type: ignore[arg-type]
     states = [memory_of(p, chosen).total for p in params]
-    products = [products_of(p, chosen) for p in params]
+    flops = [flops_of(p, chosen) for p in params]
     loads = [[0.0, 0.0] for _ in range(world)]
     owners = assigned([(cost_of(p, chosen), s) for p, s in zip(params, states, strict=True)], loads)
     entries = in_rounds([_entry(p, owner, world, sharded) for p, owner in zip(params, owners, strict=True)])
@@ -283,8 +293,8 @@ def plan(model: nn.Module | Iterable[Sequence[int]], *, world: int, sharded: boo
         weights,
         sum(states),
         int(most(states)),
-        sum(products),
-        most(products),
+        sum(flops),
+        most(flops),
         sent[0].messages,
         max(each.bytes for each in sent),
         sum(each.bytes for each in sent),
