@@ -34,8 +34,8 @@ class KronOracle:
             self.states.append({
                 "P": torch.eye(m, dtype=p.dtype), "Q": torch.eye(n, dtype=p.dtype),
                 "A": torch.zeros(m, m, dtype=p.dtype), "B": torch.zeros(n, n, dtype=p.dtype),
-                "left": kronecker and 1 < m <= max_dim,
-                "right": kronecker and 1 < n <= max_dim and p.dim() > 1,
+                "left": kronecker and 1 < m <= max_dim and m <= 16 * n,
+                "right": kronecker and 1 < n <= max_dim and n <= 16 * m and p.dim() > 1,
                 "M": torch.zeros_like(G), "V": torch.zeros_like(G), "weights": [],
                 "c": first, "highest": first, "w": 1.0, "c_adam": [0.0, 0.0], "w_adam": [0.0, 0.0], "last": None,
             })  # fmt: skip

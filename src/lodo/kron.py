@@ -13,8 +13,8 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
     W -= lr e^c P S Q'
 
-A dimension of 1, or above ``max_dim``, has the identity for its basis. Of the last step, X / R is kept for <X, D>; in
-8 bits unless parameters are in double precision (`lodo.kron_state.unit_of`).
+A dimension of 1, above ``max_dim``, or more than 16 times the other has the identity for its basis. Of the last step,
+X / R is kept for <X, D>; in 8 bits unless parameters are in double precision (`lodo.kron_state.unit_of`).
 """
 
 from __future__ import annotations
@@ -485,7 +485,7 @@ class KronLODO(Optimizer):
         anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
             runs.
-        max_dim: larger dimensions have no basis.
+        max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension.
         refresh_every: the number of steps between refreshes of the bases.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
             the step is taken with the exact ones. The covariances stay whole, because bfloat16 would lose their small

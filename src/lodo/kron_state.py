@@ -23,6 +23,7 @@ from lodo.stacks import State, matrix_shape, state_dtype
 
 FIRST = 3e-3  # the largest lr e^c of a first step
 BASES = ("kronecker", "orthogonal", "none")
+LOPSIDED = 16  # how many times the other dimension a dimension may be and still have a basis
 SHORT = ("exp_avg", "exp_avg_sq", "direction", "left_basis", "right_basis")  # what may be in bfloat16
 
 KINDS = {  # what the tensors of a state are, as fields of `KronMemory`
@@ -61,12 +62,21 @@ def fresh_state(p: Tensor, options: Options) -> State:
         state[name].fill_(first_gain(options["lr"]))
     if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
         state["norm_sq"] = zeros("norm_sq")
-        for side, d in zip(("left", "right"), shape, strict=True):
-            if 1 < d <= options["max_dim"] and real(p).dim() > 1:
+        for side, d, other in zip(("left", "right"), shape, shape[::-1], strict=True):
+            if has_basis(d, other, options["max_dim"]) and real(p).dim() > 1:
                 state[f"{side}_covariance"] = zeros(f"{side}_covariance", d, d)
                 state[f"{side}_basis"] = zeros(f"{side}_basis", d, d)
                 state[f"{side}_basis"].fill_diagonal_(1)
     return state
+
+
+def has_basis(d: int, other: int, max_dim: int) -> bool:
+    """Whether a dimension has a basis: a very long one of a matrix would be far larger than the matrix itself.
+
+    >>> has_basis(160, 10, max_dim=1024), has_basis(161, 10, max_dim=1024)
+    (True, False)
+    """
+    return 1 < d <= min(max_dim, LOPSIDED * other)
 
 
 def first_gain(lr: Scalar) -> Scalar:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 import lodo.engines.numba.kron
 import lodo.kron
+import lodo.kron_state
 from kron_oracle import KronOracle
 from lodo import KronLODO
 
@@ -87,6 +88,40 @@ def test_it_follows_its_equations(options, backend):
         gains = [float(opt.state[p]["gain"]) for p in params]
         assert gains == pytest.approx([s["c"] for s in oracle.states], rel=1e-8, abs=1e-10)
         assert len({round(g, 6) for g in gains}) > 1
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_a_very_long_dimension_has_no_basis(backend):
+    shapes = [(2, 32), (2, 33), (33, 2), (1, 17), (2, 3, 11)]
+    params = drawn(shapes)
+    opt, oracle = KronLODO(params, backend=backend), KronOracle([p.detach() for p in params])
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(25):
+        push(params, rng)
+        oracle.step([p.grad for p in params])
+        opt.step()
+    assert apart(params, oracle.params) < 1e-10
+    bases = [[side for side in ("left", "right") if f"{side}_basis" in opt.state[p]] for p in params]
+    assert bases == [["left", "right"], ["left"], ["right"], [], ["left"]]
+
+
+def test_states_saved_when_long_dimensions_had_bases_go_on_with_them(monkeypatch):
+    whole, halves = drawn([(2, 40)]), drawn([(2, 40)])
+    with monkeypatch.context() as before:
+        before.setattr(lodo.kron_state, "LOPSIDED", 1000)
+        run(KronLODO(whole), whole, 20)
+        old = KronLODO(halves)
+        rng = torch.Generator().manual_seed(1)
+        for _ in range(7):
+            push(halves, rng)
+            old.step()
+    new = KronLODO(halves)
+    new.load_state_dict(through_a_file(old.state_dict()))
+    for _ in range(13):
+        push(halves, rng)
+        new.step()
+    assert new.state[halves[0]]["right_basis"].shape == (40, 40)
+    assert torch.equal(whole[0], halves[0])
 
 
 def test_its_slopes_are_those_of_the_loss():
