@@ -62,6 +62,7 @@ NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding err
 CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
 LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
+OUTLIER = 5.0  # how many times as long as recent gradients one may be
 HALVED_FROM = 512  # rows of a covariance from which it pays on a CPU to compute one triangle and copy the other
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
 
@@ -167,7 +168,7 @@ class Factors(NamedTuple):
         is_first = numbers["step"] == 0
         root = (1 - options["betas"][1] ** (numbers["step"] + is_first)) ** -0.5
         least = options["eps"] + 0 * root
-        if "norm_sq" in numbers:
+        if options["basis"] == "kronecker":
             least = least + NOISE * root * (numbers["norm_sq"] / numbers["size"]) ** 0.5
         return cls(1 / (1 - numbers["mean_decay"] + is_first), root, least)
 
@@ -198,6 +199,16 @@ class Reading(NamedTuple):
     gradients: list[list[Tensor]]  # G of every stack, part by part
     turned: list[Tensor]  # X of every part, flat
     sums: Tensor  # |X|^2, <X, M^ / R> and <X, U> of every parameter, the last two with the last step's M^, R and U
+
+    def scaled(self, bundle: Bundle, factors: Tensor) -> Reading:
+        """With the gradient of every parameter times a factor; X is changed in place."""
+        gradients = []
+        for part, old, X in zip(bundle.parts, self.gradients, self.turned, strict=True):
+            each = [factors[stack.rows].reshape(-1, 1, 1) for stack in part.stacks]
+            gradients.append([G * factor for G, factor in zip(old, each, strict=True)])  # G may be X, or the user's
+            for view, factor in zip(part.views(X), each, strict=True):
+                view.mul_(factor)
+        return Reading(gradients, self.turned, self.sums * torch.stack([factors.square(), factors, factors]))
 
     def masked(self, ok: Tensor) -> Reading:
         """Zeros, if a device refuses the step."""
@@ -270,6 +281,10 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
     numbers = bundle.numbers
     if isinstance(ok, Tensor):
         reading = reading.masked(ok)
+    if options["guard"]:
+        factors = trust(numbers["norm_sq"], numbers["step"], reading.sums[0], options["betas"][1])
+        if not is_host(factors.device) or bool((factors < 1).any()):
+            reading = reading.scaled(bundle, factors)
     if "length" in numbers:
         learn_from_last_step(options, numbers, reading.sums, rise, ok)
     numbers["step"].add_(ok)
@@ -288,6 +303,19 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         next_steps(options, bundle, part, X, rates, ok)
         changes = [turned_back(S, *stack.bases()) for stack, S in zip(part.stacks, views, strict=True)]
         part.move(changes, 1 - lr * options["weight_decay"])
+
+
+def trust(norm_sq: Tensor, t: Tensor, squares: Tensor, b2: float) -> Tensor:
+    """1, or what shortens a gradient to `OUTLIER` times the recent ones, given its square and their average.
+
+    A gradient that is a thousand times too long would otherwise rule V and the covariances for hundreds of steps, and M
+    for longer.
+
+    >>> trust(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 100.0]), 0.5)
+    tensor([1.0000, 0.5000])
+    """
+    limit = OUTLIER**2 * norm_sq / (1 - b2**t)
+    return torch.where((limit > 0) & (squares > limit), (limit / squares).sqrt(), 1)  # NaN before the first step
 
 
 def learn_from_last_step(options: Options, numbers: State, sums: Tensor, rise: Scalar, ok: Flag) -> None:
@@ -506,6 +534,7 @@ class KronLODO(Optimizer):
             runs.
         max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension.
         refresh_every: the number of steps between refreshes of the bases.
+        guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
             the step is taken with the exact ones. The covariances stay whole, because bfloat16 would lose their small
             eigenvalues. None keeps everything in float32, or in float64 for parameters in double precision.
@@ -552,6 +581,7 @@ class KronLODO(Optimizer):
         anneal: float = 300.0,
         max_dim: int = 1024,
         refresh_every: int = 10,
+        guard: bool = True,
         state_dtype: str | torch.dtype | None = None,
         backend: str = "auto",
         nonfinite: str = "raise",
@@ -575,6 +605,7 @@ class KronLODO(Optimizer):
             "anneal": anneal,
             "max_dim": max_dim,
             "refresh_every": refresh_every,
+            "guard": guard,
             "state_dtype": spelled_dtype(state_dtype),
             "steps": 0,
             "peak_lr": 0.0,
