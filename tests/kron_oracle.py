@@ -16,7 +16,7 @@ class KronOracle:
 
     def __init__(
         self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.0, eps=1e-8,
-        kronecker=True, gains=True, gate=True, gate_lr=1e-3, averaging=0.1, anneal=300.0,
+        kronecker=True, gains=True, gate=True, gate_lr=1e-3, averaging=0.1, anneal=1500.0,
         max_dim=1024, refresh_every=10, guard=True,
     ):  # fmt: skip
         self.params = [p.clone() for p in params]
@@ -58,8 +58,9 @@ class KronOracle:
         s["squares"] = b2 * s["squares"] + (1 - b2) * float(G.square().sum())
         if s["last"] is not None:
             self._learn(s, G)
-        s["A"] = b2 * s["A"] + (1 - b2) * G @ G.T
-        s["B"] = b2 * s["B"] + (1 - b2) * G.T @ G
+        share = 1 / max(1 / (1 - b2), self.averaging * (self.t + 1))
+        s["A"] = (1 - share) * s["A"] + share * G @ G.T
+        s["B"] = (1 - share) * s["B"] + share * G.T @ G
         if self.t % self.refresh_every == 0:
             M = s["P"] @ s["M"] @ s["Q"].T
             if s["left"]:
@@ -100,7 +101,7 @@ class KronOracle:
             fall = math.inf
             if self.anneal:
                 constant = max(self.t - self.scheduled, 0)
-                fall = max(math.log(1 + constant / self.anneal) / 2 - math.log(self.peak / self.lr), 0.0)
+                fall = max(math.log(1 + constant / self.anneal) - math.log(self.peak / self.lr), 0.0)
             s["c"] = min(s["c"], math.log(max(0.03, self.peak) / self.peak) - (fall if self.anneal else 0.0))
             s["highest"] = max(s["highest"], s["c"])
             s["c"] = max(s["c"], s["highest"] - fall)

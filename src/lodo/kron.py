@@ -5,8 +5,8 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     X  = P' G Q
     c += meta_lr Adam[ <X, S> / (|X| |S|) ]         S the last direction: W moved by -lr e^c S, dl/dc = -lr e^c <X, S>
     w += gate_lr Adam[ <X, D> / (|X| |S|) ]         D = dS/dw of the last step; w within [0, 1], starts at 1
-    c  within bounds that anneal                    as 1 / sqrt(1 + t / anneal), see `bounds`
-    A, B = averages of G G', G' G
+    c  within bounds that anneal                    as 1 / (1 + t / anneal), see `bounds`
+    A, B = averages of G G', G' G                   over as many steps as M
     P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps
     M, V = averages of X, X^2                       M over ever more steps, `averaging` t of them
     R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
@@ -388,8 +388,8 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     """How far c may fall below its highest, and how high it may rise.
 
     Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
-    falls no faster than 1 / sqrt(1 + t / anneal) from its highest, where t counts steps at a constant lr: once a
-    schedule takes lr down, annealing is its job, and what lr has fallen counts.
+    falls no faster than 1 / (1 + t / anneal) from its highest, where t counts steps at a constant lr: once a schedule
+    takes lr down, annealing is its job, and what lr has fallen counts.
     On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
     So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise.
     """
@@ -397,7 +397,7 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     ceiling = logarithm(over(largest(LONGEST, peak), peak))
     if not options["anneal"]:
         return torch.full_like(t, math.inf), ceiling + torch.zeros_like(t)
-    annealed = 0.5 * torch.log1p((t - options["scheduled"]).clamp(min=0) / options["anneal"])
+    annealed = torch.log1p((t - options["scheduled"]).clamp(min=0) / options["anneal"])
     fall = (annealed - logarithm(over(peak, lr))).clamp(min=0)
     return fall, ceiling - fall
 
@@ -405,10 +405,11 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
     """Average the covariances; if it is time, refresh the bases and turn M and X along."""
     A, B = stack.A, stack.B
+    beta = covariance_decay(options)
     if A is not None:
-        average_product(A, G, G.mT, options["betas"][1], ok)
+        average_product(A, G, G.mT, beta, ok)
     if B is not None:
-        average_product(B, G.mT, G, options["betas"][1], ok)
+        average_product(B, G.mT, G, beta, ok)
     if refresh and not (A is None and B is None):
         P, Q = stack.bases()
         mean = turned_back(stack.M.to(stack.dtype), P, Q)
@@ -418,6 +419,15 @@ def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, ref
         P, Q = stack.bases()
         stack.M.copy_(kept(ok, turned(mean, P, Q), stack.M))
         turned(G, P, Q, out=X)
+
+
+def covariance_decay(options: Options) -> float:
+    """How much of A and B stays in a step: they average over as many steps of the group as M does of a parameter.
+
+    >>> covariance_decay({"betas": (0.95, 0.95), "averaging": 0.1, "steps": 999})
+    0.99
+    """
+    return max(options["betas"][1], 1 - 1 / max(options["averaging"] * (options["steps"] + 1), 1))
 
 
 def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:
@@ -527,9 +537,9 @@ class KronLODO(Optimizer):
         gains: learn a gain for every tensor.
         gate: learn how much of the average M and how much of the gradient itself makes the direction.
         gate_lr: the rate at which the gate is learned.
-        averaging: M averages over this part of all steps so far, once that is more than ``betas`` make it. 0 leaves the
-            average as ``betas`` make it.
-        anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
+        averaging: M and the covariances average over this part of all steps so far, once that is more than ``betas``
+            make it. 0 leaves the averages as ``betas`` make them.
+        anneal: a tensor's steps become smaller no faster than ``1 / (1 + t / anneal)``. ``math.inf`` keeps them up,
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
             runs.
         max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension.
@@ -578,7 +588,7 @@ class KronLODO(Optimizer):
         gate: bool = True,
         gate_lr: float = 1e-3,
         averaging: float = 0.1,
-        anneal: float = 300.0,
+        anneal: float = 1500.0,
         max_dim: int = 1024,
         refresh_every: int = 10,
         guard: bool = True,
