@@ -427,7 +427,8 @@ def covariance_decay(options: Options) -> float:
     >>> covariance_decay({"betas": (0.95, 0.95), "averaging": 0.1, "steps": 999})
     0.99
     """
-    return max(options["betas"][1], 1 - 1 / max(options["averaging"] * (options["steps"] + 1), 1))
+    steps: float = max(options["averaging"] * (options["steps"] + 1), 1 / (1 - options["betas"][1]))
+    return 1 - 1 / steps
 
 
 def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:
