@@ -31,7 +31,7 @@ from lodo.planning import Entry, Piece, assigned, cost_of, in_rounds
 from lodo.scalars import Flag
 from lodo.stacks import Bundle, State, state_dtype
 
-Take = Callable[[Options, Bundle, Flag], None]  # a step of a bundle
+Take = Callable[[int, Bundle, Flag], None]  # a step of a bundle of a group
 
 
 class Circle:
@@ -146,7 +146,7 @@ class Circle:
             following = self._gather(number + 1) if self.gathers and number + 1 < len(self.rounds) else None
             self._fill(each, coming)
             for index, bundle in each.bundles:
-                take(groups[index], bundle, ok)
+                take(index, bundle, ok)
             if sent is not None:
                 self._apply(groups, number - 1, sent, ok)
             coming, sent = following, self._scatter(number)

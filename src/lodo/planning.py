@@ -16,6 +16,7 @@ from lodo._checks import check_bool, check_int
 from lodo.estimate import readable
 from lodo.group import Options
 from lodo.kron_state import has_basis, memory_of
+from lodo.layout import real
 from lodo.stacks import matrix_shape
 
 ROUND = 2**22  # numbers of one owner that travel together; the next ones travel while these are worked on
@@ -127,16 +128,23 @@ def products_of(p: Tensor, options: Options) -> float:
         short, long = min(m, n), max(m, n)
         return float(5 * (4 * short**2 * long + 2 * short**3))
     refresh_every: int = options["refresh_every"]
-    for d, other in ((m, n), (n, m)):
-        if has_basis(p, d, options):
-            each = 2 * d * d * other  # P' G, G G' and P S are each such a product
-            total += 3 * each + (3 * each + 2 * d**3) / refresh_every  # M back, M and X again, and A P
+    for d, other in _bases(p, options):
+        each = 2 * d * d * other  # P' G, G G' and P S are each such a product
+        total += 3 * each + (3 * each + 2 * d**3) / refresh_every  # M back, M and X again, and A P
     return total
+
+
+def _bases(p: Tensor, options: Options) -> list[tuple[int, int]]:
+    """The dimensions that have a basis, each with the other one."""
+    m, n = matrix_shape(p)
+    if options["basis"] != "kronecker" or real(p).dim() < 2:
+        return []
+    return [(d, other) for d, other in ((m, n), (n, m)) if has_basis(d, other, options["max_dim"])]
 
 
 def decompositions_of(p: Tensor, options: Options) -> float:
     """The FLOPs of a step's QR decompositions for one tensor, spread over the steps between two refreshes."""
-    total: float = sum(8 / 3 * d**3 for d in matrix_shape(p) if has_basis(p, d, options)) / options["refresh_every"]
+    total: float = sum(8 / 3 * d**3 for d, _ in _bases(p, options)) / options["refresh_every"]
     return total
 
 
