@@ -105,6 +105,17 @@ def test_benchmark_of_training(tmp_path):
     assert all(ratio > 0 for ratio in ratios.values())
 
 
+@pytest.mark.slow
+def test_benchmark_of_ranks(tmp_path):
+    text, out = benchmark("ranks", tmp_path, "--quick", "--repeats", "1")
+    assert "a divided step" in text
+    found = json.loads(out.read_text())
+    assert found["divided_bytes"] == pytest.approx(0.5, abs=0.01)
+    assert found["sharded_bytes"] == pytest.approx(1.0, abs=0.01)
+    assert found["divided_state"] < 0.55
+    assert found["divided_step"] > 0
+
+
 def test_roofline_counts_the_passes():
     bench = load(ROOT / "benchmarks" / "bench.py")
     n, hidden = 94_696, 189_392
