@@ -41,6 +41,7 @@ class KronOracle:
             })  # fmt: skip
 
     def step(self, grads: list[Tensor]) -> None:
+        self.rise = math.log(max(self.lr / self.peak, 1.0)) if self.peak else 0.0
         self.peak = max(self.peak, self.lr)
         self.scheduled += self.lr < self.peak
         for i, grad in enumerate(grads):
@@ -87,7 +88,10 @@ class KronOracle:
         scale = float(G.norm()) * s["moved"]
         dc, dw = (float(slope) / scale if scale else 0.0 for slope in slopes)
         if self.gains:
-            s["c"] -= self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
+            faster = 10 if s["highest"] < math.log(3e-3 / self.peak) else 1
+            s["c"] -= faster * self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
+            for each in ("c", "highest"):
+                s[each] = max(min(s[each], 0.0), s[each] - self.rise)
             fall = math.inf
             if self.anneal:
                 constant = max(self.t - self.scheduled, 0)

@@ -37,6 +37,7 @@ from lodo.engines import BACKENDS, check_backend
 from lodo.estimate import readable
 from lodo.group import Options, name_of
 from lodo.kron_state import (
+    FIRST,
     KronMemory,
     check_options,
     check_params,
@@ -54,10 +55,11 @@ from lodo.kron_state import (
 from lodo.meta import BETA2, adam_step
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.rounding import random_bits, round_to, update_key
-from lodo.scalars import Flag, largest, logarithm, over, plain
+from lodo.scalars import Flag, Scalar, largest, logarithm, over, plain, where
 from lodo.stacks import Bundle, Part, Stack, State, bundled
 
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
+CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
 LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
 ADDED_FROM = 2**17  # numbers of a matrix from which its change is not worth keeping apart from it
@@ -263,20 +265,21 @@ def scaled_average(M: Tensor, V: Tensor, factors: Factors) -> tuple[Tensor, Tens
     return M.mul(factors.mean).div_(R), R
 
 
-def advance(options: Options, bundle: Bundle, reading: Reading, ok: Flag) -> None:
+def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok: Flag) -> None:
     """Learn from the last step, then take the next one.
 
     Args:
         options: of the parameter group.
         bundle: its parameters and their states.
         reading: of their gradients.
+        rise: how far lr is above its highest so far, from `follow_rate`.
         ok: whether the gradients can be used. If a device finds that they cannot, nothing changes.
     """
     numbers = bundle.numbers
     if isinstance(ok, Tensor):
         reading = reading.masked(bundle.parts, ok)
     if "length" in numbers:
-        learn_from_last_step(options, numbers, reading.sums, ok)
+        learn_from_last_step(options, numbers, reading.sums, rise, ok)
     numbers["step"].add_(ok)
     numbers["mean_decay"].mul_(1 - newest_share(options, numbers["step"]) * share(0.0, ok, reading.sums))
     if "norm_sq" in numbers:
@@ -294,24 +297,26 @@ def advance(options: Options, bundle: Bundle, reading: Reading, ok: Flag) -> Non
         move(part, each.X, 1 - lr * options["weight_decay"])
 
 
-def learn_from_last_step(options: Options, numbers: State, sums: Tensor, ok: Flag) -> None:
+def learn_from_last_step(options: Options, numbers: State, sums: Tensor, rise: Scalar, ok: Flag) -> None:
     """Update c and w with the cosines of X with the last step's S and D."""
     XX, XN, XU = sums.unbind()
     XS, XD = (torch.lerp(XU, XN, numbers["gate"]), XN - XU) if "gate" in numbers else (XN, XU)  # which is 0
     scale = XX.sqrt() * numbers["length"]  # |X| |S|
     scale = torch.where(scale > 0, 1 / scale, 0)
-    learn(options, numbers, XS * scale, XD * scale, ok)
+    learn(options, numbers, XS * scale, XD * scale, rise, ok)
 
 
-def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tensor, ok: Flag) -> None:
+def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tensor, rise: Scalar, ok: Flag) -> None:
     """Update c and w, where there was a last step."""
     t = numbers["step"]
     learning = (t > 0) & ok
     if "gain" in numbers:
-        c = _learned(numbers, "gain", t, -alignment, options["meta_lr"], learning, GAIN_BETA2)
+        behind = numbers["gain_highest"] < logarithm(over(FIRST, options["peak_lr"]))
+        rate = options["meta_lr"] * torch.where(behind, CATCHING_UP, 1.0).to(t.dtype)
+        c = _learned(numbers, "gain", t, -alignment, rate, learning, GAIN_BETA2)
         fall, ceiling = bounds(options, t)
-        c = torch.minimum(c, ceiling)
-        highest = torch.maximum(numbers["gain_highest"], c)
+        c = torch.minimum(settled(c, rise), ceiling)
+        highest = torch.maximum(settled(numbers["gain_highest"], rise), c)
         numbers["gain_highest"].copy_(kept(ok, highest, numbers["gain_highest"]))
         numbers["gain"].copy_(kept(ok, torch.maximum(c, highest - fall).clamp(-WIDEST, WIDEST), numbers["gain"]))
     if "gate" in numbers:
@@ -319,17 +324,26 @@ def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tenso
         numbers["gate"].copy_(w.clamp(0, 1))
 
 
+def settled(c: Tensor, rise: Scalar) -> Tensor:
+    """c after a warm-up has raised lr: what c has gained already is not multiplied by it.
+
+    >>> settled(torch.tensor([3.0, 1.0, -1.0]), 2.0)
+    tensor([ 1.,  0., -1.])
+    """
+    return torch.maximum(c.clamp(max=0), c - rise)
+
+
 def _learned(
-    numbers: State, name: str, t: Tensor, slope: Tensor, rate: float, learning: Tensor, beta2: float = BETA2
+    numbers: State, name: str, t: Tensor, slope: Tensor, rate: float | Tensor, learning: Tensor, beta2: float = BETA2
 ) -> Tensor:
     """The new value of a learned number; Adam's moments of it are updated."""
     names = (name, f"{name}_exp_avg", f"{name}_exp_avg_sq")
-    given: list[Any] = [t, slope, learning, *(numbers[each] for each in names)]
+    given: list[Any] = [t, slope, learning, rate, *(numbers[each] for each in names)]
     select: Any = torch.where
     if is_host(t.device):  # on vectors this short, NumPy takes a fraction of torch's time
-        given, select = [x.numpy() for x in given], np.where
-    t_, slope_, learning_, *before = given
-    after = adam_step((*before, t_ - 1 + (t_ == 0)), slope_, rate, beta2)
+        given, select = [x.numpy() if isinstance(x, Tensor) else x for x in given], np.where
+    t_, slope_, learning_, rate_, *before = given
+    after = adam_step((*before, t_ - 1 + (t_ == 0)), slope_, rate_, beta2)
     pairs = zip(after, before, strict=False)
     value, first, second = (torch.as_tensor(select(learning_, new, old)) for new, old in pairs)
     numbers[names[1]].copy_(first)
@@ -337,11 +351,16 @@ def _learned(
     return value
 
 
-def follow_rate(options: Options) -> None:
-    """Note the highest lr so far, and count the steps in which a schedule keeps lr below it."""
-    lr = options["lr"]
-    options["peak_lr"] = largest(options["peak_lr"], lr)
-    options["scheduled"] = options["scheduled"] + (lr < options["peak_lr"])
+def follow_rate(options: Options) -> Scalar:
+    """Note the highest lr so far, and count the steps in which a schedule keeps lr below it.
+
+    Returns:
+        By how much the logarithm of the highest lr has risen, as it does in a warm-up; 0 at first.
+    """
+    lr, before = options["lr"], options["peak_lr"]
+    options["peak_lr"] = peak = largest(before, lr)
+    options["scheduled"] = options["scheduled"] + (lr < peak)
+    return where(before > 0, logarithm(over(peak, where(before > 0, before, 1.0))), 0.0)
 
 
 def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -616,17 +635,16 @@ class KronLODO(Optimizer):
             look_back(refused, self.nonfinite)
         readings = []
         for index, options in enumerate(self.param_groups):
-            readings += [(options, bundle, read(options, bundle)) for bundle in self._bundles(index, options)]
+            readings += [(index, bundle, read(options, bundle)) for bundle in self._bundles(index, options)]
         ok = usable([reading.sums[0] for *_, reading in readings])
         if ok is False:
             self._refuse()
             return loss
         self._refused_in_a_row = 0
-        for options in self.param_groups:
-            follow_rate(options)
-        for options, bundle, reading in readings:
+        rises = [follow_rate(options) for options in self.param_groups]
+        for index, bundle, reading in readings:
             here = ok.to(reading.sums.device) if isinstance(ok, Tensor) else ok
-            advance(options, bundle, reading, here)
+            advance(self.param_groups[index], bundle, reading, rises[index], here)
         for options, bundles in zip(self.param_groups, self._stacked, strict=True):
             options["steps"] += bool(bundles)
         if isinstance(ok, Tensor):

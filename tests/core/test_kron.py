@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ def apart(a, b):
         {"anneal": 0.0, "meta_lr": 0.2},
         {"anneal": math.inf, "meta_lr": 0.2},
         {"anneal": 3.0, "meta_lr": 0.2},
+        {"lr": 1e-4, "meta_lr": 0.03},
     ],
     ids=str,
 )
@@ -89,8 +91,8 @@ def test_it_follows_its_equations(options, backend):
     oracle = KronOracle([p.detach() for p in params], kronecker=told.pop("basis", "") != "none", **told)
     rng = torch.Generator().manual_seed(1)
     for step in range(50):
-        if step == 30:  # as a scheduler does
-            opt.param_groups[0]["lr"] = oracle.lr = oracle.lr / 3
+        if step in (15, 30):  # as schedulers do
+            opt.param_groups[0]["lr"] = oracle.lr = oracle.lr * {15: 1.5, 30: 0.3}[step]
         push(params, rng)
         oracle.step([p.grad for p in params])
         opt.step()
@@ -263,6 +265,30 @@ def test_a_too_large_lr_does_no_harm():
     assert large[0] == pytest.approx(3e-3)
     assert large[-1] == pytest.approx(0.1 / math.sqrt(1 + 1499 / 300), rel=0.01)
     assert gains_over(1, torch.ones_like, lr=1e-3) == [1.0]
+
+
+def test_a_too_small_lr_is_soon_made_up_for():
+    """Steps that help become ten times longer every 25 steps, up to 3e-3, and more slowly from there."""
+    rates = [1e-5 * gain for gain in gains_over(120, torch.ones_like, lr=1e-5)]
+    there = next(i for i, rate in enumerate(rates) if rate >= 3e-3)
+    assert there == pytest.approx(math.log(300) / 0.1, abs=4)
+    assert rates[there + 20] / rates[there] == pytest.approx(math.exp(0.2), rel=0.02)
+    slow = gains_over(120, lambda noise: noise, lr=3e-3)  # gains that have fallen are not behind
+    assert max(abs(math.log(b / a)) for a, b in pairwise(slow)) < 0.02
+
+
+def test_a_warm_up_does_not_multiply_the_gains():
+    """What a gain has made of the small rates of a warm-up is the rate, until lr itself is larger."""
+    x = Parameter(torch.ones(4, 3, dtype=torch.float64))
+    opt = KronLODO([x])
+    rates = []
+    for t in range(1, 101):
+        opt.param_groups[0]["lr"] = 1e-2 * t / 100
+        x.grad = torch.ones_like(x)
+        opt.step()
+        rates.append(opt.param_groups[0]["lr"] * float(opt.state[x]["gain"].exp()))
+    assert max(b / a for a, b in pairwise(rates[40:])) < 1.03
+    assert 1e-2 <= rates[-1] < 1.5e-2
 
 
 def test_the_average_reaches_back_over_a_part_of_the_run():
