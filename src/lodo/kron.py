@@ -455,9 +455,10 @@ def move(part: Part, steps: Sequence[Tensor], decay: float | Tensor) -> None:
         else:
             for W, X, Y in zip(matrices, _product(factors[:-1]), factors[-1], strict=True):
                 W.addmm_(X, Y, beta=decay)
-    if isinstance(decay, Tensor) or decay != 1:
+    if weights and (isinstance(decay, Tensor) or decay != 1):
         torch._foreach_mul_(weights, decay)
-    torch._foreach_add_(weights, changes)
+    if weights:
+        torch._foreach_add_(weights, changes)
 
 
 def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: Flag) -> Tensor:

@@ -364,6 +364,11 @@ def test_changes_of_large_matrices_are_added_where_these_lie(options, monkeypatc
     run(KronLODO(large, **options), large, 12)
     assert apart(large, small) < 1e-10
     assert {tuple(W.shape) for weights, _ in added.calls for W in weights} == {(1, 40), (7,), (3, 5)}
+    alone, same = drawn([(5, 3)]), drawn([(5, 3)])
+    run(KronLODO(alone, **options), alone, 12)
+    monkeypatch.undo()
+    run(KronLODO(same, **options), same, 12)
+    assert apart(alone, same) < 1e-10
 
 
 @pytest.mark.parametrize("shape", [(9, 6), (3, 11)])
