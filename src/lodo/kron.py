@@ -5,8 +5,8 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     X  = P' G Q
     c += meta_lr Adam[ <X, S> / (|X| |S|) ]         S the last direction: W moved by -lr e^c S, dl/dc = -lr e^c <X, S>
     w += gate_lr Adam[ <X, D> / (|X| |S|) ]         D = dS/dw of the last step; w within [0, 1], starts at 1
-    c  within bounds that anneal                    as 1 / sqrt(1 + t / anneal), see `bounds`
-    A, B = averages of G G', G' G
+    c  within bounds that anneal                    as 1 / (1 + t / anneal), see `bounds`
+    A, B = averages of G G', G' G                   over as many steps as M
     P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps
     M, V = averages of X, X^2                       M over ever more steps, `averaging` t of them
     R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
@@ -63,6 +63,7 @@ CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once b
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
 LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
 ADDED_FROM = 2**17  # numbers of a matrix from which its change is not worth keeping apart from it
+OUTLIER = 5.0  # how many times as long as recent gradients one may be
 HALVED_FROM = 512  # rows of a covariance from which it pays on a CPU to compute one triangle and copy the other
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
 
@@ -168,7 +169,7 @@ class Factors(NamedTuple):
         is_first = numbers["step"] == 0
         root = (1 - options["betas"][1] ** (numbers["step"] + is_first)) ** -0.5
         least = options["eps"] + 0 * root
-        if "norm_sq" in numbers:
+        if options["basis"] == "kronecker":
             least = least + NOISE * root * (numbers["norm_sq"] / numbers["size"]) ** 0.5
         return cls(1 / (1 - numbers["mean_decay"] + is_first), root, least)
 
@@ -206,6 +207,16 @@ class Reading(NamedTuple):
 
     parts: list[Turned]
     sums: Tensor  # |X|^2, <X, M^ / R> and <X, U> of every parameter, the last two with the last step's M^, R and U
+
+    def scaled(self, parts: Sequence[Part], factors: Tensor) -> Reading:
+        """With the gradient of every parameter times a factor; X is changed in place."""
+        given = []
+        for part, turned in zip(parts, self.parts, strict=True):
+            each = [factors[stack.rows].reshape(-1, 1, 1) for stack in part.stacks]
+            given.append(turned._replace(G=[G * factor for G, factor in zip(turned.G, each, strict=True)]))
+            for X, factor in zip(turned.X, each, strict=True):
+                X.mul_(factor)
+        return Reading(given, self.sums * torch.stack([factors.square(), factors, factors]))
 
     def masked(self, parts: Sequence[Part], ok: Tensor) -> Reading:
         """Zeros, if a device refuses the step."""
@@ -278,6 +289,10 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
     numbers = bundle.numbers
     if isinstance(ok, Tensor):
         reading = reading.masked(bundle.parts, ok)
+    if options["guard"]:
+        factors = trust(numbers["norm_sq"], numbers["step"], reading.sums[0], options["betas"][1])
+        if not is_host(factors.device) or bool((factors < 1).any()):
+            reading = reading.scaled(bundle.parts, factors)
     if "length" in numbers:
         learn_from_last_step(options, numbers, reading.sums, rise, ok)
     numbers["step"].add_(ok)
@@ -295,6 +310,19 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
                 follow_covariances(options, stack, G, X, refresh, ok)
         next_steps(options, bundle, part, each, rates, ok)
         move(part, each.X, 1 - lr * options["weight_decay"])
+
+
+def trust(norm_sq: Tensor, t: Tensor, squares: Tensor, b2: float) -> Tensor:
+    """1, or what shortens a gradient to `OUTLIER` times the recent ones, given its square and their average.
+
+    A gradient that is a thousand times too long would otherwise rule V and the covariances for hundreds of steps, and M
+    for longer.
+
+    >>> trust(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 100.0]), 0.5)
+    tensor([1.0000, 0.5000])
+    """
+    limit = OUTLIER**2 * norm_sq / (1 - b2**t)
+    return torch.where((limit > 0) & (squares > limit), (limit / squares).sqrt(), 1)  # NaN before the first step
 
 
 def learn_from_last_step(options: Options, numbers: State, sums: Tensor, rise: Scalar, ok: Flag) -> None:
@@ -367,8 +395,8 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     """How far c may fall below its highest, and how high it may rise.
 
     Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
-    falls no faster than 1 / sqrt(1 + t / anneal) from its highest, where t counts steps at a constant lr: once a
-    schedule takes lr down, annealing is its job, and what lr has fallen counts.
+    falls no faster than 1 / (1 + t / anneal) from its highest, where t counts steps at a constant lr: once a schedule
+    takes lr down, annealing is its job, and what lr has fallen counts.
     On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
     So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise.
     """
@@ -376,7 +404,7 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     ceiling = logarithm(over(largest(LONGEST, peak), peak))
     if not options["anneal"]:
         return torch.full_like(t, math.inf), ceiling + torch.zeros_like(t)
-    annealed = 0.5 * torch.log1p((t - options["scheduled"]).clamp(min=0) / options["anneal"])
+    annealed = torch.log1p((t - options["scheduled"]).clamp(min=0) / options["anneal"])
     fall = (annealed - logarithm(over(peak, lr))).clamp(min=0)
     return fall, ceiling - fall
 
@@ -384,10 +412,11 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
     """Average the covariances; if it is time, refresh the bases and turn M and X along."""
     A, B = stack.A, stack.B
+    beta = covariance_decay(options)
     if A is not None:
-        average_product(A, G, G.mT, options["betas"][1], ok)
+        average_product(A, G, G.mT, beta, ok)
     if B is not None:
-        average_product(B, G.mT, G, options["betas"][1], ok)
+        average_product(B, G.mT, G, beta, ok)
     if refresh:
         P, Q = stack.bases()
         mean = turned_back(stack.M.to(stack.dtype), P, Q)
@@ -397,6 +426,16 @@ def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, ref
         P, Q = stack.bases()
         stack.M.copy_(kept(ok, turned(mean, P, Q), stack.M))
         turned(G, P, Q, out=X)
+
+
+def covariance_decay(options: Options) -> float:
+    """How much of A and B stays in a step: they average over as many steps of the group as M does of a parameter.
+
+    >>> covariance_decay({"betas": (0.95, 0.95), "averaging": 0.1, "steps": 999})
+    0.99
+    """
+    steps: float = max(options["averaging"] * (options["steps"] + 1), 1 / (1 - options["betas"][1]))
+    return 1 - 1 / steps
 
 
 def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:
@@ -527,13 +566,14 @@ class KronLODO(Optimizer):
         gains: learn a gain for every tensor.
         gate: learn how much of the average M and how much of the gradient itself makes the direction.
         gate_lr: the rate at which the gate is learned.
-        averaging: M averages over this part of all steps so far, once that is more than ``betas`` make it. 0 leaves the
-            average as ``betas`` make it.
-        anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
+        averaging: M and the covariances average over this part of all steps so far, once that is more than ``betas``
+            make it. 0 leaves the averages as ``betas`` make them.
+        anneal: a tensor's steps become smaller no faster than ``1 / (1 + t / anneal)``. ``math.inf`` keeps them up,
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
             runs.
         max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension.
         refresh_every: the number of steps between refreshes of the bases.
+        guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
             the step is taken with the exact ones. The covariances stay whole, because bfloat16 would lose their small
             eigenvalues. None keeps everything in float32, or in float64 for parameters in double precision.
@@ -577,9 +617,10 @@ class KronLODO(Optimizer):
         gate: bool = True,
         gate_lr: float = 1e-3,
         averaging: float = 0.1,
-        anneal: float = 300.0,
+        anneal: float = 1500.0,
         max_dim: int = 1024,
         refresh_every: int = 10,
+        guard: bool = True,
         state_dtype: str | torch.dtype | None = None,
         backend: str = "auto",
         nonfinite: str = "raise",
@@ -603,6 +644,7 @@ class KronLODO(Optimizer):
             "anneal": anneal,
             "max_dim": max_dim,
             "refresh_every": refresh_every,
+            "guard": guard,
             "state_dtype": spelled_dtype(state_dtype),
             "steps": 0,
             "peak_lr": 0.0,
