@@ -40,8 +40,8 @@ class Item:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of changes: that of the state, so that they are rounded once, by whom they are added to."""
-        return self.p.dtype if self.p.dtype.itemsize >= 4 else state_dtype(self.p)
+        """Of what is sent back: weights as they are, changes of pieces such that they are rounded once, when added."""
+        return self.p.dtype if self.p.dtype.itemsize >= 4 or not self.is_sharded else state_dtype(self.p)
 
     def blank(self) -> Tensor:
         """A whole tensor of zeros that takes no memory."""

@@ -5,6 +5,7 @@ Bases need whole matrices, so the owner of a tensor that is sharded gathers its 
     gather     pieces of gradients to their owners      (not under DDP, where everyone has whole gradients)
     step       of the owners, on whole tensors
     scatter    changes to everyone who holds a piece    W = (1 - lr weight_decay) W + change
+                                                        (under DDP new weights, which everyone holds)
 
 All that two ranks have to tell each other is one message a round. While one round is worked on, the gradients of the
 next and the changes of the last one travel. A step's first messages begin with whether the sender's gradients can be
@@ -173,7 +174,7 @@ class Circle:
         return Transfer(self.group, sent, expected, self.device)
 
     def _fill(self, each: Round, coming: Transfer | None) -> None:
-        """Put whole gradients, and zeros as weights, in the place of what this rank owns."""
+        """Put whole gradients in the place of what this rank owns, and zeros instead of weights that are sharded."""
         received = [iter(tensors) for tensors in coming.wait()] if coming is not None else []
         if each is self.rounds[0]:
             for tensors in received:
@@ -184,19 +185,17 @@ class Circle:
     def _fill_in(self, item: Item, received: Sequence[Iterator[Tensor]]) -> None:
         if item.stand_in is None:
             return
-        own = item.entry.pieces[self.place]
-        if own.numel == item.entry.numel:
-            G = item.grad.to(item.dtype)
-        else:
-            G = torch.empty(item.p.shape, dtype=item.dtype, device=self.device)
-            own.of(G).copy_(item.grad)
-            for rank, piece in item.sources.items():
-                piece.of(G).copy_(next(received[rank]))
-        item.stand_in.data = torch.zeros_like(G)
-        item.stand_in.grad = G
+        if not item.is_sharded:  # the weights themselves, which are moved where they are
+            item.stand_in.data, item.stand_in.grad = local(item.p).data, item.grad.to(item.dtype)
+            return
+        G = torch.empty(item.p.shape, dtype=item.dtype, device=self.device)
+        item.entry.pieces[self.place].of(G).copy_(item.grad)
+        for rank, piece in item.sources.items():
+            piece.of(G).copy_(next(received[rank]))
+        item.stand_in.data, item.stand_in.grad = torch.zeros_like(G), G
 
     def _scatter(self, number: int) -> Transfer:
-        """Send changes to everyone who holds a piece."""
+        """Send changes to everyone who holds a piece, and weights to everyone who holds all."""
         sent, expected = self._empty(self._header(number, not self.gathers))
         for item in self.rounds[number].items:
             owner, pieces = item.entry.owner, item.entry.pieces
@@ -215,7 +214,7 @@ class Circle:
         return [[*header] if other else [] for other in others], [[*like] if other else [] for other in others]
 
     def _apply(self, groups: Sequence[Options], number: int, sent: Transfer, ok: Flag) -> None:
-        """``W = (1 - lr weight_decay) W + change`` for the pieces on this rank."""
+        """``W = (1 - lr weight_decay) W + change`` for pieces; weights that are whole are replaced."""
         received = sent.wait()
         if number == 0 and not self.gathers:
             self._check_flags(received)
@@ -223,12 +222,16 @@ class Circle:
         each, changes = self.rounds[number], [iter(tensors) for tensors in received]
         moved: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         for item in each.items:
-            weights, steps = moved.setdefault(item.index, ([], []))
-            weights.append(local(item.p))
             if item.stand_in is not None:
-                steps.append(item.entry.pieces[self.place].of(item.stand_in.data))
+                change = item.entry.pieces[self.place].of(item.stand_in.data)
             else:
-                steps.append(next(changes[item.entry.owner]))
+                change = next(changes[item.entry.owner])
+            if item.is_sharded:
+                weights, steps = moved.setdefault(item.index, ([], []))
+                weights.append(local(item.p))
+                steps.append(change)
+            elif item.stand_in is None:
+                local(item.p).copy_(change)
         for index, (weights, steps) in moved.items():
             options = groups[index]
             lr = options["lr"] * (ok.to(torch.float32) if isinstance(ok, Tensor) else 1.0)

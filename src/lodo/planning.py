@@ -327,4 +327,5 @@ def _entry(p: Tensor, owner: int, world: int, sharded: bool) -> Entry:
     whole = Piece.whole(p.shape)
     split = sharded and p.dim() > 0
     pieces = tuple(rows_of(p.shape, world, rank) if split else whole for rank in range(world))
-    return Entry(tuple(p.shape), p.element_size(), max(p.element_size(), 4), pieces, owner)
+    size = p.element_size()
+    return Entry(tuple(p.shape), size, max(size, 4) if sharded else size, pieces, owner)
