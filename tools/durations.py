@@ -14,7 +14,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -103,9 +102,9 @@ def sample(run: Run, scratch: Path, samples: Samples) -> Curve:
         if known[0] == kind[0] and curve["seconds"][-1] > SLOW * len(curve["step"]):
             return curve
     short = replace(run, schedule=None, track_every=0, task_options=without_tests(run))
-    curve = worked(replace(short, evaluations=2), scratch)  # compiles
+    curve = done(replace(short, evaluations=2), scratch)  # compiles
     if curve["seconds"][-1] - curve["seconds"][0] < SLOW:
-        curve = worked(replace(short, evaluations=None, seconds=SAMPLE), scratch)
+        curve = done(replace(short, evaluations=None, seconds=SAMPLE), scratch)
     samples[kind] = curve
     return curve
 
@@ -116,13 +115,10 @@ def without_tests(run: Run) -> dict[str, Any]:
     return {**run.task_options, **{name: 16 for name in ("test_size", "validation_size") if name in known}}
 
 
-def worked(run: Run, scratch: Path) -> Curve:
-    """A run whose seconds are those of the processor."""
-    start = time.monotonic(), time.process_time()
+def done(run: Run, scratch: Path) -> Curve:
+    """A finished run. Its seconds are those of the processor, if its task runs on one thread."""
     execute(run, scratch)
-    part = (time.process_time() - start[1]) / (time.monotonic() - start[0])
-    curve = load_finished(run, scratch)
-    return replace(curve, columns={**curve.columns, "seconds": part * curve["seconds"]})
+    return load_finished(run, scratch)
 
 
 if __name__ == "__main__":

@@ -40,14 +40,12 @@ from lodo.lab.theory.gains import (
     greedy_pair,
     greedy_rates,
     learned_pair,
-    lodo_run,
-    osgm,
-    regret,
     standing,
 )
 from lodo.lab.theory.minima import deep_linear, descend, mixing, orthogonal_start
 from lodo.lab.theory.pairings import Group, entropy, exact_epsilon, pairings, sampled_epsilon
 from lodo.lab.theory.parts import PARTS
+from lodo.lab.theory.regret import lodo_run, osgm, regret
 from lodo.lab.theory.represent import product, represent, route
 from lodo.lab.theory.saddle import growth, negative_eigenvalue, random_mixing_matrix
 from lodo.layout import Layout
