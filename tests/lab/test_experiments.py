@@ -296,7 +296,7 @@ def test_from_python(tmp_path):
     [
         (
             ("bowel",),
-            f"it must be one of {', '.join(map(repr, experiments.CATALOG))}, got 'bowel'; did you mean 'bowl'?",
+            f"NAME must be one of {', '.join(map(repr, experiments.CATALOG))}, got 'bowel'; did you mean 'bowl'?",
         ),
         (("bowl", "--steps", "5"), "steps must be an integer >= 10, got 5"),
         (("bowl", "--seeds", "0"), "seeds must be an integer >= 1, got 0"),
