@@ -62,6 +62,7 @@ NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding err
 CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
 LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
+ADDED_FROM = 2**17  # numbers of a matrix from which its change is not worth keeping apart from it
 OUTLIER = 5.0  # how many times as long as recent gradients one may be
 HALVED_FROM = 512  # rows of a covariance from which it pays on a CPU to compute one triangle and copy the other
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
@@ -87,7 +88,7 @@ def turned_back(S: Tensor, P: Tensor | None, Q: Tensor | None, out: Tensor | Non
     return _product([P, S, None if Q is None else Q.mT], out)
 
 
-def _product(factors: Sequence[Tensor | None], out: Tensor | None) -> Tensor:
+def _product(factors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
     """The product of those that are not None, in ``out`` if there is more than one."""
     first, *others = [X for X in factors if X is not None]
     for i, X in enumerate(others, 1):
@@ -193,60 +194,67 @@ def newest_share(options: Options, t: Any) -> Any:
     return torch.minimum(share, later) if isinstance(t, Tensor) else np.minimum(share, later)
 
 
+class Turned(NamedTuple):
+    """The gradients of a part, and the same in the bases."""
+
+    G: list[Tensor]  # of every stack
+    X: list[Tensor]  # of every stack, views of:
+    flat: Tensor
+
+
 class Reading(NamedTuple):
     """What the gradients of a bundle say."""
 
-    gradients: list[list[Tensor]]  # G of every stack, part by part
-    turned: list[Tensor]  # X of every part, flat
+    parts: list[Turned]
     sums: Tensor  # |X|^2, <X, M^ / R> and <X, U> of every parameter, the last two with the last step's M^, R and U
 
-    def scaled(self, bundle: Bundle, factors: Tensor) -> Reading:
+    def scaled(self, parts: Sequence[Part], factors: Tensor) -> Reading:
         """With the gradient of every parameter times a factor; X is changed in place."""
-        gradients = []
-        for part, old, X in zip(bundle.parts, self.gradients, self.turned, strict=True):
+        given = []
+        for part, turned in zip(parts, self.parts, strict=True):
             each = [factors[stack.rows].reshape(-1, 1, 1) for stack in part.stacks]
-            gradients.append([G * factor for G, factor in zip(old, each, strict=True)])  # G may be X, or the user's
-            for view, factor in zip(part.views(X), each, strict=True):
-                view.mul_(factor)
-        return Reading(gradients, self.turned, self.sums * torch.stack([factors.square(), factors, factors]))
+            given.append(turned._replace(G=[G * factor for G, factor in zip(turned.G, each, strict=True)]))
+            for X, factor in zip(turned.X, each, strict=True):
+                X.mul_(factor)
+        return Reading(given, self.sums * torch.stack([factors.square(), factors, factors]))
 
-    def masked(self, ok: Tensor) -> Reading:
+    def masked(self, parts: Sequence[Part], ok: Tensor) -> Reading:
         """Zeros, if a device refuses the step."""
-        gradients = [[torch.where(ok, G, 0) for G in part] for part in self.gradients]
-        return Reading(gradients, [torch.where(ok, X, 0) for X in self.turned], torch.where(ok, self.sums, 0))
+        given = []
+        for part, turned in zip(parts, self.parts, strict=True):
+            flat = torch.where(ok, turned.flat, 0)
+            given.append(Turned([torch.where(ok, G, 0) for G in turned.G], part.views(flat), flat))
+        return Reading(given, torch.where(ok, self.sums, 0))
 
 
 def read(options: Options, bundle: Bundle) -> Reading:
     """Turn the gradients; nothing changes yet."""
     step, unit = bundle.numbers["step"], unit_of(options["betas"][1])
-    reading = Reading([], [], step.new_zeros(3, len(step)))
+    reading = Reading([], step.new_zeros(3, len(step)))
     learning = "length" in bundle.numbers
     factors = Factors.of(options, bundle.arrays or bundle.numbers) if learning else None
     for part in bundle.parts:
-        X = part.empty()
-        views = part.views(X)
-        reading.turned.append(X)
-        reading.gradients.append([turn_gradient(options, *pair) for pair in zip(part.stacks, views, strict=True)])
+        turned = turn_gradients(options, part)
+        reading.parts.append(turned)
         if part.fused is not None:
-            part.fused.slopes(X, learning, unit, factors or [bundle.arrays["step"]] * 3, reading.sums)
+            part.fused.slopes(turned.flat, learning, unit, factors or [bundle.arrays["step"]] * 3, reading.sums)
             continue
-        for stack, view in zip(part.stacks, views, strict=True):
-            reading.sums[:, stack.rows] = sums_of(stack, view, factors and factors.at(stack), unit)
+        for stack, X in zip(part.stacks, turned.X, strict=True):
+            reading.sums[:, stack.rows] = sums_of(stack, X, factors and factors.at(stack), unit)
     return reading
 
 
-def turn_gradient(options: Options, stack: Stack, X: Tensor) -> Tensor:
-    """Write X; returns G."""
-    P, Q = stack.bases()
-    plain = P is None and Q is None
-    G = stack.gradient(X if plain else torch.empty_like(X))
-    if options["maximize"]:
-        G = -G
-    if not plain:
-        turned(G, P, Q, out=X)
-    elif G is not X:
-        X.copy_(G)
-    return G
+def turn_gradients(options: Options, part: Part) -> Turned:
+    """``X = P' G Q`` of every stack."""
+    G = part.gradients()
+    G = -G if options["maximize"] else G
+    X = torch.empty_like(G)
+    X[: part.plain].copy_(G[: part.plain])
+    both = Turned(part.views(G), part.views(X), X)
+    for stack, G_, X_ in zip(part.stacks, both.G, both.X, strict=True):
+        if stack.has_bases:
+            turned(G_, *stack.bases(), out=X_)
+    return both
 
 
 def sums_of(stack: Stack, X: Tensor, factors: Factors | None, unit: float) -> Tensor:
@@ -280,11 +288,11 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
     """
     numbers = bundle.numbers
     if isinstance(ok, Tensor):
-        reading = reading.masked(ok)
+        reading = reading.masked(bundle.parts, ok)
     if options["guard"]:
         factors = trust(numbers["norm_sq"], numbers["step"], reading.sums[0], options["betas"][1])
         if not is_host(factors.device) or bool((factors < 1).any()):
-            reading = reading.scaled(bundle, factors)
+            reading = reading.scaled(bundle.parts, factors)
     if "length" in numbers:
         learn_from_last_step(options, numbers, reading.sums, rise, ok)
     numbers["step"].add_(ok)
@@ -296,13 +304,12 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
     lr = options["lr"] * share(0.0, ok, reading.sums)
     rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
     refresh = options["steps"] % options["refresh_every"] == 0
-    for part, gradients, X in zip(bundle.parts, reading.gradients, reading.turned, strict=True):
-        views = part.views(X)
-        for stack, G, view in zip(part.stacks, gradients, views, strict=True):
-            follow_covariances(options, stack, G, view, refresh, ok)
-        next_steps(options, bundle, part, X, rates, ok)
-        changes = [turned_back(S, *stack.bases()) for stack, S in zip(part.stacks, views, strict=True)]
-        part.move(changes, 1 - lr * options["weight_decay"])
+    for part, each in zip(bundle.parts, reading.parts, strict=True):
+        for stack, G, X in zip(part.stacks, each.G, each.X, strict=True):
+            if stack.has_bases:
+                follow_covariances(options, stack, G, X, refresh, ok)
+        next_steps(options, bundle, part, each, rates, ok)
+        move(part, each.X, 1 - lr * options["weight_decay"])
 
 
 def trust(norm_sq: Tensor, t: Tensor, squares: Tensor, b2: float) -> Tensor:
@@ -410,7 +417,7 @@ def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, ref
         average_product(A, G, G.mT, beta, ok)
     if B is not None:
         average_product(B, G.mT, G, beta, ok)
-    if refresh and not (A is None and B is None):
+    if refresh:
         P, Q = stack.bases()
         mean = turned_back(stack.M.to(stack.dtype), P, Q)
         for covariance, basis, stored in ((A, P, stack.P), (B, Q, stack.Q)):
@@ -451,7 +458,7 @@ def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> N
                 A_[stop:, start:stop] = A_[start:stop, stop:].T
 
 
-def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: Tensor, ok: Flag) -> None:
+def next_steps(options: Options, bundle: Bundle, part: Part, turned: Turned, rates: Tensor, ok: Flag) -> None:
     """X becomes ``rate S``, after it has entered the averages M and V; notes |S|."""
     b2 = options["betas"][1]
     squares = torch.zeros_like(rates)[None]
@@ -460,16 +467,37 @@ def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: T
         arrays = bundle.arrays
         newest = newest_share(options, arrays["step"])
         numbers = newest, *Factors.of(options, arrays), arrays.get("gate", rate), rate
-        part.fused.direction(X, 1 - b2, unit_of(b2), arrays["step"], numbers, squares)
+        part.fused.direction(turned.flat, 1 - b2, unit_of(b2), arrays["step"], numbers, squares)
     else:
         factors = Factors.of(options, bundle.numbers)
-        for stack, view in zip(part.stacks, part.views(X), strict=True):
-            S = direction(options, stack, view, factors.at(stack), ok)
+        for stack, X in zip(part.stacks, turned.X, strict=True):
+            S = direction(options, stack, X, factors.at(stack), ok)
             squares[0, stack.rows] = inner(S, S)
-            torch.mul(S, rates[stack.rows].reshape(-1, 1, 1), out=view)
+            torch.mul(S, rates[stack.rows].reshape(-1, 1, 1), out=X)
     if "length" in bundle.numbers:
         length = bundle.numbers["length"][part.rows]
         length.copy_(kept(ok, squares[0, part.rows].sqrt(), length))
+
+
+def move(part: Part, steps: Sequence[Tensor], decay: float | Tensor) -> None:
+    """``W = decay W + P S Q'`` for every parameter; the last product is added to a large one where it lies."""
+    weights: list[Tensor] = []
+    changes: list[Tensor] = []
+    for stack, S in zip(part.stacks, steps, strict=True):
+        P, Q = stack.bases()
+        factors = [X for X in (P, S, None if Q is None else Q.mT) if X is not None]
+        matrices = stack.matrices() if math.prod(stack.shape) >= ADDED_FROM else None
+        if matrices is None or len(factors) == 1 or isinstance(decay, Tensor):
+            own = stack.weights()
+            weights += own
+            changes += _product(factors).reshape(len(own), *own[0].shape).unbind()
+        else:
+            for W, X, Y in zip(matrices, _product(factors[:-1]), factors[-1], strict=True):
+                W.addmm_(X, Y, beta=decay)
+    if weights and (isinstance(decay, Tensor) or decay != 1):
+        torch._foreach_mul_(weights, decay)
+    if weights:
+        torch._foreach_add_(weights, changes)
 
 
 def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: Flag) -> Tensor:
@@ -822,11 +850,10 @@ class KronLODO(Optimizer):
 
 def usable(squares: Sequence[Tensor]) -> Flag:
     """Whether all gradients can be used: their squares are finite. A tensor if any of them is on a device."""
-    flags = [x.amax() < torch.finfo(x.dtype).max / 4 for x in squares]  # which is False for NaN
-    others = [flag for flag in flags if not is_host(flag.device)]
-    if not others:
-        return all(map(bool, flags))
-    return torch.stack([flag.to(others[0].device) for flag in flags]).all()
+    if all(is_host(x.device) for x in squares):
+        return all(float(x.amax()) < torch.finfo(x.dtype).max / 4 for x in squares)  # which is False for NaN
+    device = next(x.device for x in squares if not is_host(x.device))
+    return torch.stack([(x.amax() < torch.finfo(x.dtype).max / 4).to(device) for x in squares]).all()
 
 
 def is_host(device: torch.device) -> bool:

@@ -44,6 +44,17 @@ def run(opt, params, steps, seed=1):
         opt.step()
 
 
+class Recorder:
+    """Notes the arguments of a function and calls it."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, []
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+        return self.function(*arguments)
+
+
 def apart(a, b):
     """The largest relative difference."""
     return max(float((x - y).detach().norm() / y.detach().norm().clamp(min=1e-300)) for x, y in zip(a, b, strict=True))
@@ -371,6 +382,24 @@ def test_pieces_and_threads_change_nothing(threads, monkeypatch):
         torch.set_num_threads(before)
     run(KronLODO(plain, backend="reference"), plain, 15)
     assert apart(fused, plain) < 1e-10
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"state_dtype": "bfloat16"}], ids=str)
+def test_changes_of_large_matrices_are_added_where_these_lie(options, monkeypatch):
+    shapes = [(5, 3), (5, 3), (4, 3, 2, 2), (2, 40), (40, 2), (1, 40), (7,), (3, 5)]
+    large, small = drawn(shapes), drawn(shapes)
+    large[-1].data = large[-1].data.T.contiguous().T  # which cannot be
+    run(KronLODO(small, **options), small, 12)
+    monkeypatch.setattr(lodo.kron, "ADDED_FROM", 1)
+    monkeypatch.setattr(torch, "_foreach_add_", added := Recorder(torch._foreach_add_))
+    run(KronLODO(large, **options), large, 12)
+    assert apart(large, small) < 1e-10
+    assert {tuple(W.shape) for weights, _ in added.calls for W in weights} == {(1, 40), (7,), (3, 5)}
+    alone, same = drawn([(5, 3)]), drawn([(5, 3)])
+    run(KronLODO(alone, **options), alone, 12)
+    monkeypatch.undo()
+    run(KronLODO(same, **options), same, 12)
+    assert apart(alone, same) < 1e-10
 
 
 @pytest.mark.parametrize("shape", [(9, 6), (3, 11)])
