@@ -278,7 +278,7 @@ def test_the_command_of_a_search_that_is_not_known():
 
 def test_the_folder_of_curves_may_be_named_itself(results, tmp_path):
     page = tmp_path / "page.html"
-    assert "4 of 20 parts are there" in invoke("report", results / "runs", "-o", page)
+    assert "4 of 21 parts are there" in invoke("report", results / "runs", "-o", page)
 
 
 def test_report_names_a_folder_that_is_not_there(tmp_path):
