@@ -108,7 +108,7 @@ def test_benchmark_of_training(tmp_path):
 
 @pytest.mark.slow
 def test_benchmark_of_ranks(tmp_path):
-    text, out = benchmark("ranks", tmp_path, "--quick", "--repeats", "1")
+    text, out = benchmark("divided", tmp_path, "--quick", "--repeats", "1")
     assert "a divided step" in text
     found = json.loads(out.read_text())
     assert found["divided_bytes"] == pytest.approx(0.5, abs=0.01)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lodo.families import Scalar as Scalar
     from lodo.kron import KronLODO as KronLODO
     from lodo.optimizer import LODO as LODO
-    from lodo.planning import Plan as Plan
-    from lodo.planning import plan as plan
+    from lodo.scale import Plan as Plan
+    from lodo.scale import plan as plan
 
     __version__: str
 
@@ -29,12 +29,12 @@ _HOMES = {
     "Diagonal": "lodo.families",
     "MemoryEstimate": "lodo.estimate",
     "Mixing": "lodo.families",
-    "Plan": "lodo.planning",
+    "Plan": "lodo.scale",
     "Preconditioner": "lodo.families",
     "Residual": "lodo.families",
     "Scalar": "lodo.families",
     "memory_estimate": "lodo.estimate",
-    "plan": "lodo.planning",
+    "plan": "lodo.scale",
 }
 
 __all__ = [

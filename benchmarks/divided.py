@@ -1,7 +1,7 @@
 """What does dividing KronLODO's work between processes save, and what does it send? Ratios measured in one run.
 
-    python benchmarks/ranks.py                  about two minutes on two cores
-    python benchmarks/ranks.py --quick          a smaller transformer, fewer repeats
+    python benchmarks/divided.py                  about two minutes on two cores
+    python benchmarks/divided.py --quick          a smaller transformer, fewer repeats
 
 Two gloo processes of one thread each step on a character GPT of 3.2 million weights, in turn: undivided, as under DDP;
 divided (`distribute=True`); and sharded by FSDP2. A turn is ten steps, so that bases are refreshed once in each. The
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a width of 64, fewer repeats")
     parser.add_argument("--repeats", type=int, default=None, help="turns of ten steps each")
-    parser.add_argument("--out", type=Path, default=Path("results/ranks.json"), help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=Path("results/divided.json"), help="where the JSON goes")
     args = parser.parse_args()
     found = measured(64 if args.quick else 256, args.repeats or (2 if args.quick else 10))
     title = f"KronLODO on two processes, {found['weights'] / 1e6:.1f} million weights"
