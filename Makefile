@@ -42,6 +42,7 @@ bench: setup
 	$(BIN)/python benchmarks/networks.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/kron.py
+	$(BIN)/python benchmarks/compiled.py
 
 release-check: setup
 	$(BIN)/python tools/release_check.py

@@ -254,7 +254,7 @@ class CompiledMixing(CompiledEngine):
         super().__init__(family, layout, P, save_activations)
         k, self._hidden = family.block_size, family.hidden(layout.n)
         random = family.mixing == "random"
-        self._P = P.view(family.depth, -1, k).mT.contiguous().unbind() if random else [None] * family.depth
+        self._P = P.view(family.depth, -1, k).transpose(1, 2).contiguous().unbind() if random else [None] * family.depth
 
     @property
     def _setting(self) -> str:

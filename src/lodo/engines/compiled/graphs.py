@@ -49,7 +49,7 @@ def _has_cpp_compiler() -> bool:
 
 
 class Graph:
-    """A compiled function whose tensors may have any size; its first call says so if it takes over two seconds.
+    """A compiled function whose tensors may have any size; a first call says so if it takes over two seconds.
 
     Torch keeps what it has compiled under a function's code and gives up after eight variants. So every setting has
     code of its own, which differs in its name.
@@ -62,12 +62,13 @@ class Graph:
         twin.__kwdefaults__ = function.__kwdefaults__
         self._name = function.__name__
         self._compiled = torch.compile(twin, fullgraph=True, dynamic=True, options=_OPTIONS)
-        self._called = False
+        self._called: set[tuple[object, ...]] = set()
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
-        if self._called:
+        variant = (len(arguments), *constants.values())
+        if variant in self._called:
             return self._compiled(*arguments, **constants)
-        self._called = True
+        self._called.add(variant)
         with notice(
             f"lodo: torch.compile compiles {self._name} for this machine (once; the result is kept on disk) ..."
         ):
