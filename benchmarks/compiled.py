@@ -4,37 +4,43 @@
     python benchmarks/compiled.py --sizes 94696
 
 There is no clock here: counts say what a device has to do, not how long it takes. Inductor fuses the operations of a
-layer into kernels; of each kernel, the bytes of every array that it reads or writes count once. The graphs are those
-that it makes for CPUs, one for each function; the rules for fusing are mostly the same for a GPU, but not all.
-The roofline's bytes are those that docs/algorithm.md counts for a fused step.
+layer into kernels; of each kernel, the bytes of every array that it reads or writes count once. Fused as for CPUs: the
+rules are mostly the same for a GPU, but not all. A few operations on vectors of n numbers and on single numbers, which
+are not compiled, are not counted. The roofline's bytes are those that docs/algorithm.md counts for a fused step.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch._inductor.graph import GraphLowering
 
-from lodo import LODO
-from lodo.engines.compiled import graphs
+from lodo.engines.compiled import layers
+from lodo.engines.compiled.graphs import OPTIONS
+from lodo.engines.compiled.updates import RULES
 from lodo.estimate import as_family
 from lodo.families import Mixing
 from lodo.layout import Layout
+from lodo.meta import MetaOptimizer
+from lodo.recipes import as_meta_optimizer, from_recipe
 from measuring import with_target, write
 
 SIZES = (94_696, 1_000_000)
 VARIANTS: dict[str, dict[str, Any]] = {
-    "LODO": {},
-    "LODO, shuffle": {"preconditioner": "mixing(mixing='shuffle')"},
+    "LODO": {"recipe": "paper"},
+    "LODO, shuffle": {"recipe": "paper", "preconditioner": "mixing(mixing='shuffle')"},
     "LODO, robust": {"recipe": "robust"},
     "LODO, compact": {"recipe": "compact"},
+    "LODO, schedule-free": {"recipe": "paper", "meta_optimizer": "schedule-free"},
 }
 MOST_BYTES, MOST_LAUNCHES = 1.25, 5
 
@@ -46,71 +52,78 @@ class Cost(NamedTuple):
     bytes: int
 
 
-@contextmanager
-def counted() -> Iterator[list[Cost]]:
-    """The cost of every graph that is compiled meanwhile."""
-    costs: list[Cost] = []
-    codegen = GraphLowering.codegen
+class Counted(Exception):  # noqa: N818  # not an error
+    """Ends a compilation that has been counted."""
 
-    def counting(self: GraphLowering) -> Any:
-        result = codegen(self)
-        total, nodes, _ = self.count_bytes()
-        costs.append(Cost(sum(size > 0 for _, size in nodes), total))
-        return result
 
-    GraphLowering.codegen = counting  # type: ignore[method-assign]
-    try:
-        yield costs
-    finally:
-        GraphLowering.codegen = codegen  # type: ignore[method-assign]
+def cost(function: Callable[..., Any], *arguments: Any, **constants: Any) -> Cost:
+    """The kernels and bytes of a call, from the graph that Inductor makes of it; nothing is run."""
+    found: list[Cost] = []
+    fuse = GraphLowering._update_scheduler
+
+    def count(graph: GraphLowering) -> None:
+        fuse(graph)
+        total, nodes, _ = graph.count_bytes()
+        found.append(Cost(sum(size > 0 for _, size in nodes), total))
+        raise Counted
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+    with (
+        patch.object(GraphLowering, "_update_scheduler", count),
+        suppress(Exception),  # torch wraps what ends it
+    ):
+        compiled(*arguments, **constants)
+    if not found:
+        raise RuntimeError(f"{function.__name__} was not compiled")
+    return found[0]
 
 
 def measure(n: int, options: dict[str, Any]) -> dict[str, float]:
-    """The kernels and bytes of a step of n parameters, summed over all calls of compiled functions."""
-    graphs.graph.cache_clear()  # compiled anew: sizes are those of the first call
-    torch._dynamo.reset()
-    x = torch.nn.Parameter(torch.zeros(n))
-    opt = LODO([x], lr=1e-3, meta_lr=1e-12, backend="compiled", **options)
-    called: list[tuple[str, Cost]] = []
-    known: dict[tuple[int, int], Cost] = {}
-    call = graphs.Graph.__call__
-
-    def noted(self: graphs.Graph, *arguments: Any, **constants: Any) -> Any:
-        key = id(self), len(arguments)
-        with counted() as costs:
-            result = call(self, *arguments, **constants)
-        if costs:
-            known[key] = costs[0]
-        called.append((self._name, known[key]))
-        return result
-
-    graphs.Graph.__call__ = noted  # type: ignore[method-assign]
-    try:
-        with torch._inductor.config.patch(force_disable_caches=True):
-            for _ in range(3):
-                x.grad = torch.randn(n)
-                called.clear()  # the last step counts: the first one does not learn
-                opt.step()
-    finally:
-        graphs.Graph.__call__ = call  # type: ignore[method-assign]
-    family = as_family(opt.param_groups[0]["preconditioner"])
+    """The kernels and bytes of a step of n parameters: all layers go up and down with g, learning, and with u."""
+    chosen = from_recipe(**options)
+    family, meta = as_family(chosen["preconditioner"]), as_meta_optimizer(chosen["meta_optimizer"])
     assert isinstance(family, Mixing)
-    total = sum(cost.bytes for _, cost in called)
+    saved: bool = chosen["save_activations"]
+    k, hidden = family.block_size, family.hidden(n)
+    B, v = torch.empty(k, k, hidden // k), torch.empty(hidden)
+    p = torch.zeros(k, hidden // k, dtype=torch.int32) if family.mixing == "random" else None
+    lesson = (torch.zeros(8, dtype=torch.float64), noise(B, meta))
+    moments = [torch.empty_like(B, dtype=meta.stored_dtype) for _ in meta.moments]
+    passes = {
+        "up with g": cost(layers.rise, B, p, v) if saved else cost(layers.rise, B, p, v, v.clone()),
+        "down with g": cost(
+            layers.learn, B, p, moments, v, v.clone(), *lesson, v.clone(), v.clone(), rule=RULES[meta.kind],
+            both=not saved,
+        ),
+        "up with u": cost(layers.rise, B, p, v),
+        "down with u": cost(layers.fall, B, p, v),
+    }  # fmt: skip
+    total = family.depth * sum(one.bytes for one in passes.values())
+    roofline = roofline_bytes(n, family, meta)
     return {
-        "launches": sum(cost.launches for _, cost in called),
-        "launches_a_layer_and_pass": max(cost.launches for _, cost in called),
+        "launches": family.depth * sum(one.launches for one in passes.values()),
+        "launches_a_layer_and_pass": max(one.launches for one in passes.values()),
         "bytes_per_parameter": total / n,
-        "roofline_bytes_per_parameter": roofline_bytes(n, family, opt) / n,
-        "bytes_over_roofline": total / roofline_bytes(n, family, opt),
+        "roofline_bytes_per_parameter": roofline / n,
+        "bytes_over_roofline": total / roofline,
     }
 
 
-def roofline_bytes(n: int, family: Mixing, opt: LODO) -> int:
-    """What a fused step reads and writes: 4 reads of theta and one write, each moment once each way, vectors."""
-    layers = family.layers(Layout.flat(n))
-    moments = 2 * 2 * (2 if "bfloat16" in opt.param_groups[0]["meta_optimizer"] else 4)  # two, read and written
+def noise(B: Tensor, meta: MetaOptimizer) -> tuple[Tensor, ...]:
+    """What the random bits of a layer depend on."""
+    if meta.stored_dtype is None:
+        return ()
+    k, _, blocks = B.shape
+    return torch.tensor(1), torch.zeros(blocks, dtype=torch.int64), torch.zeros(k, k, 1, dtype=torch.int64)
+
+
+def roofline_bytes(n: int, family: Mixing, meta: MetaOptimizer) -> int:
+    """What a fused step reads and writes: theta is read 4 times and written once, each moment read and written."""
+    weights = family.layers(Layout.flat(n))
+    moments = 2 * len(meta.moments) * (meta.stored_dtype or torch.float32).itemsize
     vectors = 15 if family.mixing == "random" else 11
-    return layers.number * (layers.weights * (5 * 4 + moments) + 4 * vectors * family.hidden(n))
+    return weights.number * (weights.weights * (5 * 4 + moments) + 4 * vectors * family.hidden(n))
 
 
 def show(results: dict[int, dict[str, dict[str, float]]]) -> None:

@@ -23,6 +23,8 @@ from lodo.engines.compiled import engine as compiled_engine
 from lodo.engines.compiled import graphs
 from lodo.engines.compiled.engine import CompiledMixing, CompiledResidual
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # when Inductor is imported
+
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 FAMILIES = {
     "random": Mixing(3),

@@ -14,7 +14,7 @@ from torch.utils._triton import has_triton_package
 from lodo._notice import notice
 
 _DEVICES = ("cuda", "xpu")  # beside the CPU: where Inductor writes Triton kernels, which need double precision
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "assert_indirect_indexing": False,  # permutations have been drawn here and checked when they were loaded
     "max_pointwise_cat_inputs": 0,  # rows of a product are written where they belong, not selected by masks
 }
@@ -61,7 +61,7 @@ class Graph:
         twin = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
         twin.__kwdefaults__ = function.__kwdefaults__
         self._name = function.__name__
-        self._compiled = torch.compile(twin, fullgraph=True, dynamic=True, options=_OPTIONS)
+        self._compiled = torch.compile(twin, fullgraph=True, dynamic=True, options=OPTIONS)
         self._called: set[tuple[object, ...]] = set()
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
