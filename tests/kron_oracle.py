@@ -16,14 +16,14 @@ class KronOracle:
 
     def __init__(
         self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.0, eps=1e-8,
-        kronecker=True, gains=True, gate=True, gate_lr=1e-3, averaging=0.1, anneal=300.0,
-        max_dim=1024, refresh_every=10,
+        kronecker=True, gains=True, gate=True, gate_lr=1e-3, averaging=0.1, anneal=1500.0,
+        max_dim=1024, refresh_every=10, guard=True,
     ):  # fmt: skip
         self.params = [p.clone() for p in params]
         self.lr, self.meta_lr, self.betas, self.weight_decay, self.eps = lr, meta_lr, betas, weight_decay, eps
         self.gains, self.gate, self.gate_lr = gains, gate, gate_lr
         self.averaging, self.anneal = averaging, anneal
-        self.refresh_every = refresh_every
+        self.refresh_every, self.guard = refresh_every, guard
         self.noise = 1e-5 if kronecker else 0.0
         self.t, self.peak, self.scheduled = 0, 0.0, 0
         self.states = []
@@ -34,13 +34,15 @@ class KronOracle:
             self.states.append({
                 "P": torch.eye(m, dtype=p.dtype), "Q": torch.eye(n, dtype=p.dtype),
                 "A": torch.zeros(m, m, dtype=p.dtype), "B": torch.zeros(n, n, dtype=p.dtype),
-                "left": kronecker and 1 < m <= max_dim,
-                "right": kronecker and 1 < n <= max_dim and p.dim() > 1,
+                "left": kronecker and 1 < m <= max_dim and m <= 16 * n,
+                "right": kronecker and 1 < n <= max_dim and n <= 16 * m and p.dim() > 1,
                 "M": torch.zeros_like(G), "V": torch.zeros_like(G), "weights": [],
                 "c": first, "highest": first, "w": 1.0, "c_adam": [0.0, 0.0], "w_adam": [0.0, 0.0], "last": None,
+                "squares": 0.0,
             })  # fmt: skip
 
     def step(self, grads: list[Tensor]) -> None:
+        self.rise = math.log(max(self.lr / self.peak, 1.0)) if self.peak else 0.0
         self.peak = max(self.peak, self.lr)
         self.scheduled += self.lr < self.peak
         for i, grad in enumerate(grads):
@@ -50,10 +52,15 @@ class KronOracle:
     def _step(self, p: Tensor, s: dict, grad: Tensor) -> None:
         b1, b2 = self.betas
         G = grad.reshape(s["M"].shape)
+        if self.guard and s["squares"] > 0:
+            recent = math.sqrt(s["squares"] / (1 - b2**self.t))
+            G = G * min(1.0, 5 * recent / float(G.norm()))
+        s["squares"] = b2 * s["squares"] + (1 - b2) * float(G.square().sum())
         if s["last"] is not None:
             self._learn(s, G)
-        s["A"] = b2 * s["A"] + (1 - b2) * G @ G.T
-        s["B"] = b2 * s["B"] + (1 - b2) * G.T @ G
+        share = 1 / max(1 / (1 - b2), self.averaging * (self.t + 1))
+        s["A"] = (1 - share) * s["A"] + share * G @ G.T
+        s["B"] = (1 - share) * s["B"] + share * G.T @ G
         if self.t % self.refresh_every == 0:
             M = s["P"] @ s["M"] @ s["Q"].T
             if s["left"]:
@@ -87,11 +94,14 @@ class KronOracle:
         scale = float(G.norm()) * s["moved"]
         dc, dw = (float(slope) / scale if scale else 0.0 for slope in slopes)
         if self.gains:
-            s["c"] -= self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
+            faster = 10 if s["highest"] < math.log(3e-3 / self.peak) else 1
+            s["c"] -= faster * self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
+            for each in ("c", "highest"):
+                s[each] = max(min(s[each], 0.0), s[each] - self.rise)
             fall = math.inf
             if self.anneal:
                 constant = max(self.t - self.scheduled, 0)
-                fall = max(math.log(1 + constant / self.anneal) / 2 - math.log(self.peak / self.lr), 0.0)
+                fall = max(math.log(1 + constant / self.anneal) - math.log(self.peak / self.lr), 0.0)
             s["c"] = min(s["c"], math.log(max(0.03, self.peak) / self.peak) - (fall if self.anneal else 0.0))
             s["highest"] = max(s["highest"], s["c"])
             s["c"] = max(s["c"], s["highest"] - fall)

@@ -5,16 +5,16 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     X  = P' G Q
     c += meta_lr Adam[ <X, S> / (|X| |S|) ]         S the last direction: W moved by -lr e^c S, dl/dc = -lr e^c <X, S>
     w += gate_lr Adam[ <X, D> / (|X| |S|) ]         D = dS/dw of the last step; w within [0, 1], starts at 1
-    c  within bounds that anneal                    as 1 / sqrt(1 + t / anneal), see `bounds`
-    A, B = averages of G G', G' G
+    c  within bounds that anneal                    as 1 / (1 + t / anneal), see `bounds`
+    A, B = averages of G G', G' G                   over as many steps as M
     P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps
     M, V = averages of X, X^2                       M over ever more steps, `averaging` t of them
     R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
     S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
     W -= lr e^c P S Q'
 
-A dimension of 1, or above ``max_dim``, has the identity for its basis. Of the last step, X / R is kept for <X, D>; in
-8 bits unless parameters are in double precision (`lodo.kron_state.unit_of`).
+A dimension of 1, above ``max_dim``, or more than 16 times the other has the identity for its basis. Of the last step,
+X / R is kept for <X, D>; in 8 bits unless parameters are in double precision (`lodo.kron_state.unit_of`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lodo.engines import check_backend
 from lodo.estimate import readable
 from lodo.group import Options, name_of
 from lodo.kron_state import (
+    FIRST,
     KronMemory,
     check_options,
     check_params,
@@ -54,12 +55,15 @@ from lodo.kron_state import (
 from lodo.meta import BETA2, adam_step
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.rounding import random_bits, round_to, update_key
-from lodo.scalars import Flag, largest, logarithm, over, plain
+from lodo.scalars import Flag, Scalar, largest, logarithm, over, plain, where
 from lodo.stacks import Bundle, Part, Stack, State, bundled
 
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
+CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
 LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
+ADDED_FROM = 2**17  # numbers of a matrix from which its change is not worth keeping apart from it
+OUTLIER = 5.0  # how many times as long as recent gradients one may be
 HALVED_FROM = 512  # rows of a covariance from which it pays on a CPU to compute one triangle and copy the other
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
 
@@ -84,7 +88,7 @@ def turned_back(S: Tensor, P: Tensor | None, Q: Tensor | None, out: Tensor | Non
     return _product([P, S, None if Q is None else Q.mT], out)
 
 
-def _product(factors: Sequence[Tensor | None], out: Tensor | None) -> Tensor:
+def _product(factors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
     """The product of those that are not None, in ``out`` if there is more than one."""
     first, *others = [X for X in factors if X is not None]
     for i, X in enumerate(others, 1):
@@ -165,7 +169,7 @@ class Factors(NamedTuple):
         is_first = numbers["step"] == 0
         root = (1 - options["betas"][1] ** (numbers["step"] + is_first)) ** -0.5
         least = options["eps"] + 0 * root
-        if "norm_sq" in numbers:
+        if options["basis"] == "kronecker":
             least = least + NOISE * root * (numbers["norm_sq"] / numbers["size"]) ** 0.5
         return cls(1 / (1 - numbers["mean_decay"] + is_first), root, least)
 
@@ -190,50 +194,67 @@ def newest_share(options: Options, t: Any) -> Any:
     return torch.minimum(share, later) if isinstance(t, Tensor) else np.minimum(share, later)
 
 
+class Turned(NamedTuple):
+    """The gradients of a part, and the same in the bases."""
+
+    G: list[Tensor]  # of every stack
+    X: list[Tensor]  # of every stack, views of:
+    flat: Tensor
+
+
 class Reading(NamedTuple):
     """What the gradients of a bundle say."""
 
-    gradients: list[list[Tensor]]  # G of every stack, part by part
-    turned: list[Tensor]  # X of every part, flat
+    parts: list[Turned]
     sums: Tensor  # |X|^2, <X, M^ / R> and <X, U> of every parameter, the last two with the last step's M^, R and U
 
-    def masked(self, ok: Tensor) -> Reading:
+    def scaled(self, parts: Sequence[Part], factors: Tensor) -> Reading:
+        """With the gradient of every parameter times a factor; X is changed in place."""
+        given = []
+        for part, turned in zip(parts, self.parts, strict=True):
+            each = [factors[stack.rows].reshape(-1, 1, 1) for stack in part.stacks]
+            given.append(turned._replace(G=[G * factor for G, factor in zip(turned.G, each, strict=True)]))
+            for X, factor in zip(turned.X, each, strict=True):
+                X.mul_(factor)
+        return Reading(given, self.sums * torch.stack([factors.square(), factors, factors]))
+
+    def masked(self, parts: Sequence[Part], ok: Tensor) -> Reading:
         """Zeros, if a device refuses the step."""
-        gradients = [[torch.where(ok, G, 0) for G in part] for part in self.gradients]
-        return Reading(gradients, [torch.where(ok, X, 0) for X in self.turned], torch.where(ok, self.sums, 0))
+        given = []
+        for part, turned in zip(parts, self.parts, strict=True):
+            flat = torch.where(ok, turned.flat, 0)
+            given.append(Turned([torch.where(ok, G, 0) for G in turned.G], part.views(flat), flat))
+        return Reading(given, torch.where(ok, self.sums, 0))
 
 
 def read(options: Options, bundle: Bundle) -> Reading:
     """Turn the gradients; nothing changes yet."""
     step, unit = bundle.numbers["step"], unit_of(options["betas"][1])
-    reading = Reading([], [], step.new_zeros(3, len(step)))
+    reading = Reading([], step.new_zeros(3, len(step)))
     learning = "length" in bundle.numbers
     factors = Factors.of(options, bundle.arrays or bundle.numbers) if learning else None
     for part in bundle.parts:
-        X = part.empty()
-        views = part.views(X)
-        reading.turned.append(X)
-        reading.gradients.append([turn_gradient(options, *pair) for pair in zip(part.stacks, views, strict=True)])
+        turned = turn_gradients(options, part)
+        reading.parts.append(turned)
         if part.fused is not None:
-            part.fused.slopes(X, learning, unit, factors or [bundle.arrays["step"]] * 3, reading.sums)
+            part.fused.slopes(turned.flat, learning, unit, factors or [bundle.arrays["step"]] * 3, reading.sums)
             continue
-        for stack, view in zip(part.stacks, views, strict=True):
-            reading.sums[:, stack.rows] = sums_of(stack, view, factors and factors.at(stack), unit)
+        for stack, X in zip(part.stacks, turned.X, strict=True):
+            reading.sums[:, stack.rows] = sums_of(stack, X, factors and factors.at(stack), unit)
     return reading
 
 
-def turn_gradient(options: Options, stack: Stack, X: Tensor) -> Tensor:
-    """Write X; returns G."""
-    P, Q = stack.bases()
-    plain = P is None and Q is None
-    G = stack.gradient(X if plain else torch.empty_like(X))
-    if options["maximize"]:
-        G = -G
-    if not plain:
-        turned(G, P, Q, out=X)
-    elif G is not X:
-        X.copy_(G)
-    return G
+def turn_gradients(options: Options, part: Part) -> Turned:
+    """``X = P' G Q`` of every stack."""
+    G = part.gradients()
+    G = -G if options["maximize"] else G
+    X = torch.empty_like(G)
+    X[: part.plain].copy_(G[: part.plain])
+    both = Turned(part.views(G), part.views(X), X)
+    for stack, G_, X_ in zip(part.stacks, both.G, both.X, strict=True):
+        if stack.has_bases:
+            turned(G_, *stack.bases(), out=X_)
+    return both
 
 
 def sums_of(stack: Stack, X: Tensor, factors: Factors | None, unit: float) -> Tensor:
@@ -255,20 +276,25 @@ def scaled_average(M: Tensor, V: Tensor, factors: Factors) -> tuple[Tensor, Tens
     return M.mul(factors.mean).div_(R), R
 
 
-def advance(options: Options, bundle: Bundle, reading: Reading, ok: Flag) -> None:
+def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok: Flag) -> None:
     """Learn from the last step, then take the next one.
 
     Args:
         options: of the parameter group.
         bundle: its parameters and their states.
         reading: of their gradients.
+        rise: how far lr is above its highest so far, from `follow_rate`.
         ok: whether the gradients can be used. If a device finds that they cannot, nothing changes.
     """
     numbers = bundle.numbers
     if isinstance(ok, Tensor):
-        reading = reading.masked(ok)
+        reading = reading.masked(bundle.parts, ok)
+    if options["guard"]:
+        factors = trust(numbers["norm_sq"], numbers["step"], reading.sums[0], options["betas"][1])
+        if not is_host(factors.device) or bool((factors < 1).any()):
+            reading = reading.scaled(bundle.parts, factors)
     if "length" in numbers:
-        learn_from_last_step(options, numbers, reading.sums, ok)
+        learn_from_last_step(options, numbers, reading.sums, rise, ok)
     numbers["step"].add_(ok)
     numbers["mean_decay"].mul_(1 - newest_share(options, numbers["step"]) * share(0.0, ok, reading.sums))
     if "norm_sq" in numbers:
@@ -278,33 +304,47 @@ def advance(options: Options, bundle: Bundle, reading: Reading, ok: Flag) -> Non
     lr = options["lr"] * share(0.0, ok, reading.sums)
     rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
     refresh = options["steps"] % options["refresh_every"] == 0
-    for part, gradients, X in zip(bundle.parts, reading.gradients, reading.turned, strict=True):
-        views = part.views(X)
-        for stack, G, view in zip(part.stacks, gradients, views, strict=True):
-            follow_covariances(options, stack, G, view, refresh, ok)
-        next_steps(options, bundle, part, X, rates, ok)
-        changes = [turned_back(S, *stack.bases()) for stack, S in zip(part.stacks, views, strict=True)]
-        part.move(changes, 1 - lr * options["weight_decay"])
+    for part, each in zip(bundle.parts, reading.parts, strict=True):
+        for stack, G, X in zip(part.stacks, each.G, each.X, strict=True):
+            if stack.has_bases:
+                follow_covariances(options, stack, G, X, refresh, ok)
+        next_steps(options, bundle, part, each, rates, ok)
+        move(part, each.X, 1 - lr * options["weight_decay"])
 
 
-def learn_from_last_step(options: Options, numbers: State, sums: Tensor, ok: Flag) -> None:
+def trust(norm_sq: Tensor, t: Tensor, squares: Tensor, b2: float) -> Tensor:
+    """1, or what shortens a gradient to `OUTLIER` times the recent ones, given its square and their average.
+
+    A gradient that is a thousand times too long would otherwise rule V and the covariances for hundreds of steps, and M
+    for longer.
+
+    >>> trust(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 100.0]), 0.5)
+    tensor([1.0000, 0.5000])
+    """
+    limit = OUTLIER**2 * norm_sq / (1 - b2**t)
+    return torch.where((limit > 0) & (squares > limit), (limit / squares).sqrt(), 1)  # NaN before the first step
+
+
+def learn_from_last_step(options: Options, numbers: State, sums: Tensor, rise: Scalar, ok: Flag) -> None:
     """Update c and w with the cosines of X with the last step's S and D."""
     XX, XN, XU = sums.unbind()
     XS, XD = (torch.lerp(XU, XN, numbers["gate"]), XN - XU) if "gate" in numbers else (XN, XU)  # which is 0
     scale = XX.sqrt() * numbers["length"]  # |X| |S|
     scale = torch.where(scale > 0, 1 / scale, 0)
-    learn(options, numbers, XS * scale, XD * scale, ok)
+    learn(options, numbers, XS * scale, XD * scale, rise, ok)
 
 
-def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tensor, ok: Flag) -> None:
+def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tensor, rise: Scalar, ok: Flag) -> None:
     """Update c and w, where there was a last step."""
     t = numbers["step"]
     learning = (t > 0) & ok
     if "gain" in numbers:
-        c = _learned(numbers, "gain", t, -alignment, options["meta_lr"], learning, GAIN_BETA2)
+        behind = numbers["gain_highest"] < logarithm(over(FIRST, options["peak_lr"]))
+        rate = options["meta_lr"] * torch.where(behind, CATCHING_UP, 1.0).to(t.dtype)
+        c = _learned(numbers, "gain", t, -alignment, rate, learning, GAIN_BETA2)
         fall, ceiling = bounds(options, t)
-        c = torch.minimum(c, ceiling)
-        highest = torch.maximum(numbers["gain_highest"], c)
+        c = torch.minimum(settled(c, rise), ceiling)
+        highest = torch.maximum(settled(numbers["gain_highest"], rise), c)
         numbers["gain_highest"].copy_(kept(ok, highest, numbers["gain_highest"]))
         numbers["gain"].copy_(kept(ok, torch.maximum(c, highest - fall).clamp(-WIDEST, WIDEST), numbers["gain"]))
     if "gate" in numbers:
@@ -312,17 +352,26 @@ def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tenso
         numbers["gate"].copy_(w.clamp(0, 1))
 
 
+def settled(c: Tensor, rise: Scalar) -> Tensor:
+    """c after a warm-up has raised lr: what c has gained already is not multiplied by it.
+
+    >>> settled(torch.tensor([3.0, 1.0, -1.0]), 2.0)
+    tensor([ 1.,  0., -1.])
+    """
+    return torch.maximum(c.clamp(max=0), c - rise)
+
+
 def _learned(
-    numbers: State, name: str, t: Tensor, slope: Tensor, rate: float, learning: Tensor, beta2: float = BETA2
+    numbers: State, name: str, t: Tensor, slope: Tensor, rate: float | Tensor, learning: Tensor, beta2: float = BETA2
 ) -> Tensor:
     """The new value of a learned number; Adam's moments of it are updated."""
     names = (name, f"{name}_exp_avg", f"{name}_exp_avg_sq")
-    given: list[Any] = [t, slope, learning, *(numbers[each] for each in names)]
+    given: list[Any] = [t, slope, learning, rate, *(numbers[each] for each in names)]
     select: Any = torch.where
     if is_host(t.device):  # on vectors this short, NumPy takes a fraction of torch's time
-        given, select = [x.numpy() for x in given], np.where
-    t_, slope_, learning_, *before = given
-    after = adam_step((*before, t_ - 1 + (t_ == 0)), slope_, rate, beta2)
+        given, select = [x.numpy() if isinstance(x, Tensor) else x for x in given], np.where
+    t_, slope_, learning_, rate_, *before = given
+    after = adam_step((*before, t_ - 1 + (t_ == 0)), slope_, rate_, beta2)
     pairs = zip(after, before, strict=False)
     value, first, second = (torch.as_tensor(select(learning_, new, old)) for new, old in pairs)
     numbers[names[1]].copy_(first)
@@ -330,19 +379,24 @@ def _learned(
     return value
 
 
-def follow_rate(options: Options) -> None:
-    """Note the highest lr so far, and count the steps in which a schedule keeps lr below it."""
-    lr = options["lr"]
-    options["peak_lr"] = largest(options["peak_lr"], lr)
-    options["scheduled"] = options["scheduled"] + (lr < options["peak_lr"])
+def follow_rate(options: Options) -> Scalar:
+    """Note the highest lr so far, and count the steps in which a schedule keeps lr below it.
+
+    Returns:
+        By how much the logarithm of the highest lr has risen, as it does in a warm-up; 0 at first.
+    """
+    lr, before = options["lr"], options["peak_lr"]
+    options["peak_lr"] = peak = largest(before, lr)
+    options["scheduled"] = options["scheduled"] + (lr < peak)
+    return where(before > 0, logarithm(over(peak, where(before > 0, before, 1.0))), 0.0)
 
 
 def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     """How far c may fall below its highest, and how high it may rise.
 
     Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
-    falls no faster than 1 / sqrt(1 + t / anneal) from its highest, where t counts steps at a constant lr: once a
-    schedule takes lr down, annealing is its job, and what lr has fallen counts.
+    falls no faster than 1 / (1 + t / anneal) from its highest, where t counts steps at a constant lr: once a schedule
+    takes lr down, annealing is its job, and what lr has fallen counts.
     On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
     So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise.
     """
@@ -350,7 +404,7 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     ceiling = logarithm(over(largest(LONGEST, peak), peak))
     if not options["anneal"]:
         return torch.full_like(t, math.inf), ceiling + torch.zeros_like(t)
-    annealed = 0.5 * torch.log1p((t - options["scheduled"]).clamp(min=0) / options["anneal"])
+    annealed = torch.log1p((t - options["scheduled"]).clamp(min=0) / options["anneal"])
     fall = (annealed - logarithm(over(peak, lr))).clamp(min=0)
     return fall, ceiling - fall
 
@@ -358,11 +412,12 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
     """Average the covariances; if it is time, refresh the bases and turn M and X along."""
     A, B = stack.A, stack.B
+    beta = covariance_decay(options)
     if A is not None:
-        average_product(A, G, G.mT, options["betas"][1], ok)
+        average_product(A, G, G.mT, beta, ok)
     if B is not None:
-        average_product(B, G.mT, G, options["betas"][1], ok)
-    if refresh and not (A is None and B is None):
+        average_product(B, G.mT, G, beta, ok)
+    if refresh:
         P, Q = stack.bases()
         mean = turned_back(stack.M.to(stack.dtype), P, Q)
         for covariance, basis, stored in ((A, P, stack.P), (B, Q, stack.Q)):
@@ -371,6 +426,16 @@ def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, ref
         P, Q = stack.bases()
         stack.M.copy_(kept(ok, turned(mean, P, Q), stack.M))
         turned(G, P, Q, out=X)
+
+
+def covariance_decay(options: Options) -> float:
+    """How much of A and B stays in a step: they average over as many steps of the group as M does of a parameter.
+
+    >>> covariance_decay({"betas": (0.95, 0.95), "averaging": 0.1, "steps": 999})
+    0.99
+    """
+    steps: float = max(options["averaging"] * (options["steps"] + 1), 1 / (1 - options["betas"][1]))
+    return 1 - 1 / steps
 
 
 def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:
@@ -393,7 +458,7 @@ def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> N
                 A_[stop:, start:stop] = A_[start:stop, stop:].T
 
 
-def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: Tensor, ok: Flag) -> None:
+def next_steps(options: Options, bundle: Bundle, part: Part, turned: Turned, rates: Tensor, ok: Flag) -> None:
     """X becomes ``rate S``, after it has entered the averages M and V; notes |S|."""
     b2 = options["betas"][1]
     squares = torch.zeros_like(rates)[None]
@@ -402,16 +467,37 @@ def next_steps(options: Options, bundle: Bundle, part: Part, X: Tensor, rates: T
         arrays = bundle.arrays
         newest = newest_share(options, arrays["step"])
         numbers = newest, *Factors.of(options, arrays), arrays.get("gate", rate), rate
-        part.fused.direction(X, 1 - b2, unit_of(b2), arrays["step"], numbers, squares)
+        part.fused.direction(turned.flat, 1 - b2, unit_of(b2), arrays["step"], numbers, squares)
     else:
         factors = Factors.of(options, bundle.numbers)
-        for stack, view in zip(part.stacks, part.views(X), strict=True):
-            S = direction(options, stack, view, factors.at(stack), ok)
+        for stack, X in zip(part.stacks, turned.X, strict=True):
+            S = direction(options, stack, X, factors.at(stack), ok)
             squares[0, stack.rows] = inner(S, S)
-            torch.mul(S, rates[stack.rows].reshape(-1, 1, 1), out=view)
+            torch.mul(S, rates[stack.rows].reshape(-1, 1, 1), out=X)
     if "length" in bundle.numbers:
         length = bundle.numbers["length"][part.rows]
         length.copy_(kept(ok, squares[0, part.rows].sqrt(), length))
+
+
+def move(part: Part, steps: Sequence[Tensor], decay: float | Tensor) -> None:
+    """``W = decay W + P S Q'`` for every parameter; the last product is added to a large one where it lies."""
+    weights: list[Tensor] = []
+    changes: list[Tensor] = []
+    for stack, S in zip(part.stacks, steps, strict=True):
+        P, Q = stack.bases()
+        factors = [X for X in (P, S, None if Q is None else Q.mT) if X is not None]
+        matrices = stack.matrices() if math.prod(stack.shape) >= ADDED_FROM else None
+        if matrices is None or len(factors) == 1 or isinstance(decay, Tensor):
+            own = stack.weights()
+            weights += own
+            changes += _product(factors).reshape(len(own), *own[0].shape).unbind()
+        else:
+            for W, X, Y in zip(matrices, _product(factors[:-1]), factors[-1], strict=True):
+                W.addmm_(X, Y, beta=decay)
+    if weights and (isinstance(decay, Tensor) or decay != 1):
+        torch._foreach_mul_(weights, decay)
+    if weights:
+        torch._foreach_add_(weights, changes)
 
 
 def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: Flag) -> Tensor:
@@ -480,13 +566,14 @@ class KronLODO(Optimizer):
         gains: learn a gain for every tensor.
         gate: learn how much of the average M and how much of the gradient itself makes the direction.
         gate_lr: the rate at which the gate is learned.
-        averaging: M averages over this part of all steps so far, once that is more than ``betas`` make it. 0 leaves the
-            average as ``betas`` make it.
-        anneal: a tensor's steps become smaller no faster than ``1 / sqrt(1 + t / anneal)``. ``math.inf`` keeps them up,
+        averaging: M and the covariances average over this part of all steps so far, once that is more than ``betas``
+            make it. 0 leaves the averages as ``betas`` make them.
+        anneal: a tensor's steps become smaller no faster than ``1 / (1 + t / anneal)``. ``math.inf`` keeps them up,
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
             runs.
-        max_dim: larger dimensions have no basis.
+        max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension.
         refresh_every: the number of steps between refreshes of the bases.
+        guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
             the step is taken with the exact ones. The covariances stay whole, because bfloat16 would lose their small
             eigenvalues. None keeps everything in float32, or in float64 for parameters in double precision.
@@ -530,9 +617,10 @@ class KronLODO(Optimizer):
         gate: bool = True,
         gate_lr: float = 1e-3,
         averaging: float = 0.1,
-        anneal: float = 300.0,
+        anneal: float = 1500.0,
         max_dim: int = 1024,
         refresh_every: int = 10,
+        guard: bool = True,
         state_dtype: str | torch.dtype | None = None,
         backend: str = "auto",
         nonfinite: str = "raise",
@@ -556,6 +644,7 @@ class KronLODO(Optimizer):
             "anneal": anneal,
             "max_dim": max_dim,
             "refresh_every": refresh_every,
+            "guard": guard,
             "state_dtype": spelled_dtype(state_dtype),
             "steps": 0,
             "peak_lr": 0.0,
@@ -589,17 +678,16 @@ class KronLODO(Optimizer):
             look_back(refused, self.nonfinite)
         readings = []
         for index, options in enumerate(self.param_groups):
-            readings += [(options, bundle, read(options, bundle)) for bundle in self._bundles(index, options)]
+            readings += [(index, bundle, read(options, bundle)) for bundle in self._bundles(index, options)]
         ok = usable([reading.sums[0] for *_, reading in readings])
         if ok is False:
             self._refuse()
             return loss
         self._refused_in_a_row = 0
-        for options in self.param_groups:
-            follow_rate(options)
-        for options, bundle, reading in readings:
+        rises = [follow_rate(options) for options in self.param_groups]
+        for index, bundle, reading in readings:
             here = ok.to(reading.sums.device) if isinstance(ok, Tensor) else ok
-            advance(options, bundle, reading, here)
+            advance(self.param_groups[index], bundle, reading, rises[index], here)
         for options, bundles in zip(self.param_groups, self._stacked, strict=True):
             options["steps"] += bool(bundles)
         if isinstance(ok, Tensor):
@@ -762,11 +850,10 @@ class KronLODO(Optimizer):
 
 def usable(squares: Sequence[Tensor]) -> Flag:
     """Whether all gradients can be used: their squares are finite. A tensor if any of them is on a device."""
-    flags = [x.amax() < torch.finfo(x.dtype).max / 4 for x in squares]  # which is False for NaN
-    others = [flag for flag in flags if not is_host(flag.device)]
-    if not others:
-        return all(map(bool, flags))
-    return torch.stack([flag.to(others[0].device) for flag in flags]).all()
+    if all(is_host(x.device) for x in squares):
+        return all(float(x.amax()) < torch.finfo(x.dtype).max / 4 for x in squares)  # which is False for NaN
+    device = next(x.device for x in squares if not is_host(x.device))
+    return torch.stack([(x.amax() < torch.finfo(x.dtype).max / 4).to(device) for x in squares]).all()
 
 
 def is_host(device: torch.device) -> bool:

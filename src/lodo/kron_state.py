@@ -23,6 +23,7 @@ from lodo.stacks import State, matrix_shape, state_dtype
 
 FIRST = 3e-3  # the largest lr e^c of a first step
 BASES = ("kronecker", "orthogonal", "none")
+LOPSIDED = 16  # how many times the other dimension a dimension may be and still have a basis
 SHORT = ("exp_avg", "exp_avg_sq", "direction", "left_basis", "right_basis")  # what may be in bfloat16
 
 KINDS = {  # what the tensors of a state are, as fields of `KronMemory`
@@ -41,7 +42,7 @@ def fresh_state(p: Tensor, options: Options) -> State:
     """The state of a parameter before its first step."""
     shape = matrix_shape(p)
     is_orthogonal = options["basis"] == "orthogonal" and shape[0] > 1  # a vector takes Adam's direction
-    numbers = ["step", "skipped", "mean_decay"]
+    numbers = ["step", "skipped", "mean_decay"] + (["norm_sq"] if options["guard"] else [])
     matrices = ["exp_avg"] if is_orthogonal else ["exp_avg", "exp_avg_sq"]
     if options["gains"]:
         numbers += ["gain", "gain_exp_avg", "gain_exp_avg_sq", "gain_highest", "length"]
@@ -60,13 +61,22 @@ def fresh_state(p: Tensor, options: Options) -> State:
     for name in {"gain", "gain_highest"} & state.keys():
         state[name].fill_(first_gain(options["lr"]))
     if options["basis"] == "kronecker":  # vectors keep the identity: their covariance would be as large as a matrix
-        state["norm_sq"] = zeros("norm_sq")
-        for side, d in zip(("left", "right"), shape, strict=True):
-            if 1 < d <= options["max_dim"] and real(p).dim() > 1:
+        state.setdefault("norm_sq", zeros("norm_sq"))
+        for side, d, other in zip(("left", "right"), shape, shape[::-1], strict=True):
+            if has_basis(d, other, options["max_dim"]) and real(p).dim() > 1:
                 state[f"{side}_covariance"] = zeros(f"{side}_covariance", d, d)
                 state[f"{side}_basis"] = zeros(f"{side}_basis", d, d)
                 state[f"{side}_basis"].fill_diagonal_(1)
     return state
+
+
+def has_basis(d: int, other: int, max_dim: int) -> bool:
+    """Whether a dimension has a basis: a very long one of a matrix would be far larger than the matrix itself.
+
+    >>> has_basis(160, 10, max_dim=1024), has_basis(161, 10, max_dim=1024)
+    (True, False)
+    """
+    return 1 < d <= min(max_dim, LOPSIDED * other)
 
 
 def first_gain(lr: Scalar) -> Scalar:
@@ -105,8 +115,8 @@ def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
             raise ValueError(
                 f"group {index} of the state has {len(other['params'])} parameters, ours {len(ours['params'])}"
             )
-        other = {"state_dtype": None, **other}  # which states saved before there was this option do not have
-        for name in ("basis", "gains", "gate", "max_dim", "state_dtype"):
+        other = {"state_dtype": None, "guard": True, **other}  # which states saved before there were these lack
+        for name in ("basis", "gains", "gate", "max_dim", "guard", "state_dtype"):
             if name not in other or other[name] != ours[name]:
                 raise ValueError(f"group {index} of the state has {name} = {other.get(name)!r}, ours is {ours[name]!r}")
         for j, (p, key) in enumerate(zip(ours["params"], other["params"], strict=True)):
@@ -199,7 +209,8 @@ def memory_of(p: Tensor, options: Options) -> KronMemory:
 def state_bytes(p: Tensor, options: Options) -> int:
     """The bytes of a parameter's state.
 
-    >>> options = {"lr": 3e-3, "basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024, "state_dtype": None}
+    >>> options = {"lr": 3e-3, "basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024}
+    >>> options |= {"guard": True, "state_dtype": None}
     >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, U, two bases, two covariances; U has 8 bits
     25
     >>> state_bytes(torch.empty(768, 768), {**options, "state_dtype": "bfloat16"}) // 768**2
@@ -248,7 +259,7 @@ def check_options(options: Options) -> None:
         check_real(name, options[name], low=0.0)
     check_real("eps", options["eps"], low=0.0, open_low=True)
     check_betas(options["betas"])
-    for name in ("maximize", "gains", "gate"):
+    for name in ("maximize", "gains", "gate", "guard"):
         check_bool(name, options[name])
     check_choice("basis", options["basis"], BASES)
     if options["state_dtype"] not in (None, "bfloat16"):

@@ -9,10 +9,12 @@ of those, so it can be saved and loaded as if there were no stacks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
 from lodo.engines import has_numba
@@ -43,6 +45,11 @@ def state_dtype(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
+def are_real(params: Sequence[Parameter]) -> bool:
+    """Whether parameters can be used as they are: they are real, and whole on this rank."""
+    return all(type(p) is Parameter and not p.is_complex() for p in params)
+
+
 class Stack:
     """Parameters of one shape and dtype, and their states.
 
@@ -58,7 +65,7 @@ class Stack:
         self, params: Sequence[Parameter], states: Sequence[State], flat: State, numbers: State, rows: slice
     ) -> None:
         self.params = list(params)
-        self._real = all(type(p) is Parameter and not p.is_complex() for p in params)  # and whole on this rank
+        self._real = are_real(params)
         self.rows = rows
         self.shape = matrix_shape(params[0])
         self.dtype = state_dtype(params[0])
@@ -69,30 +76,23 @@ class Stack:
         self.P, self.Q = tensors.get("left_basis"), tensors.get("right_basis")
         self.M, self.V = tensors["exp_avg"], tensors.get("exp_avg_sq")
         self.U, self.S = tensors.get("scaled_grad"), tensors.get("direction")
-
-    @property
-    def numel(self) -> int:
-        return len(self.params) * self.shape[0] * self.shape[1]
+        bases = [X for X in (self.P, self.Q) if X is not None]
+        self.has_bases, self._whole = bool(bases), all(X.dtype == self.dtype for X in bases)
 
     def bases(self) -> tuple[Tensor | None, Tensor | None]:
         """P and Q in the dtype in which the step is computed."""
-        P, Q = self.P, self.Q
-        return None if P is None else P.to(self.dtype), None if Q is None else Q.to(self.dtype)
-
-    def gradient(self, out: Tensor) -> Tensor:
-        """The gradients, as a stack of matrices in the state's dtype; in ``out`` if they have to be copied."""
-        grads = [p.grad for p in self.params if p.grad is not None]
-        grads = grads if self._real else list(map(real, grads))
-        if grads[0].dtype != self.dtype:
-            return torch.stack(grads).to(self.dtype).reshape(out.shape)
-        if len(grads) == 1:
-            return grads[0].reshape(out.shape)
-        torch.stack(grads, out=out.view(len(grads), *grads[0].shape))
-        return out
+        if self._whole:
+            return self.P, self.Q
+        return None if self.P is None else self.P.to(self.dtype), None if self.Q is None else self.Q.to(self.dtype)
 
     def weights(self) -> list[Tensor]:
         """The parameters as real tensors."""
         return list(self.params) if self._real else list(map(real, self.params))
+
+    def matrices(self) -> list[Tensor] | None:
+        """The parameters as matrices that share their memory; None unless all can be, and have the state's dtype."""
+        fits = self._real and all(W.dtype == self.dtype and W.is_contiguous() for W in self.params)
+        return [W.view(self.shape) for W in self.params] if fits else None
 
 
 class Part:
@@ -117,43 +117,35 @@ class Part:
         fused: bool,
     ) -> None:
         self.rows = rows = slice(runs[0].start, runs[-1].stop)
-        sizes = [p.numel() for p in map(real, params[rows])]
+        self.params = list(params[rows])
+        self._real = are_real(self.params)
+        sizes = [real(p).numel() for p in self.params]
         tensors = {name: _flattened(name, states[rows], sizes) for name in flat}
-        lengths = [sum(sizes[run.start - rows.start : run.stop - rows.start]) for run in runs]
-        pieces = {name: torch.split_with_sizes(x, lengths) for name, x in tensors.items()}
-        self.lengths = lengths
+        self.lengths = [sum(sizes[run.start - rows.start : run.stop - rows.start]) for run in runs]
+        pieces = {name: torch.split_with_sizes(x, self.lengths) for name, x in tensors.items()}
         self.stacks = [
             Stack(params[run], states[run], {name: xs[i] for name, xs in pieces.items()}, numbers, run)
             for i, run in enumerate(runs)
         ]
+        self.plain = sum(n for n, stack in zip(self.lengths, self.stacks, strict=True) if not stack.has_bases)
+        self.dtype = self.stacks[0].dtype
         self.fused: Any = None
         if fused and "exp_avg_sq" in tensors:
             from lodo.engines.numba.kron import FusedPasses  # here, because Numba may be missing
 
             M, V, U = tensors["exp_avg"], tensors["exp_avg_sq"], tensors.get("scaled_grad")
-            self.fused = FusedPasses(M, V, U, sizes, rows.start, self.stacks[0].dtype)
+            self.fused = FusedPasses(M, V, U, sizes, rows.start, self.dtype)
 
-    def empty(self) -> Tensor:
-        """Room for a number of each weight."""
-        like = self.stacks[0]
-        return torch.empty(sum(self.lengths), dtype=like.dtype, device=like.M.device)
+    def gradients(self) -> Tensor:
+        """All gradients, flat, in the state's dtype. This may be a gradient itself, and must not be changed."""
+        grads = [p.grad for p in self.params if p.grad is not None]
+        flat: Tensor = _flatten_dense_tensors(grads if self._real else list(map(real, grads)))  # type: ignore[no-untyped-call]
+        return flat.to(self.dtype)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor as stacks of matrices."""
         pieces = torch.split_with_sizes(flat, self.lengths)
         return [x.view(stack.M.shape) for stack, x in zip(self.stacks, pieces, strict=True)]
-
-    def move(self, changes: Sequence[Tensor], decay: float | Tensor) -> None:
-        """``W = decay W + change`` for every parameter."""
-        weights: list[Tensor] = []
-        steps: list[Tensor] = []
-        for stack, change in zip(self.stacks, changes, strict=True):
-            own = stack.weights()
-            weights += own
-            steps += change.reshape(len(own), *own[0].shape).unbind()
-        if isinstance(decay, Tensor) or decay != 1:
-            torch._foreach_mul_(weights, decay)
-        torch._foreach_add_(weights, steps)
 
 
 class Bundle:
@@ -173,12 +165,13 @@ class Bundle:
         first = self.numbers["step"]
         self.numbers["size"] = torch.tensor(sizes, dtype=first.dtype).to(first.device)  # a constant, in no state
         self.arrays = {name: x.numpy() for name, x in self.numbers.items()} if fused else {}
-        self._seen = [(state, list(map(id, state.values()))) for state in states]
-        self._alive = [list(state.values()) for state in states]  # so that no other tensor can have their ids
+        self._states = list(states)
+        self._seen = [x for state in states for x in state.values()]
 
     def holds(self) -> bool:
         """Whether the states are still the ones that were stacked: a loaded state brings tensors of its own."""
-        return all(list(map(id, state.values())) == ids for state, ids in self._seen)
+        found = [x for state in self._states for x in state.values()]
+        return len(found) == len(self._seen) and all(map(is_, found, self._seen))
 
 
 def bundled(params: Sequence[Parameter], states: Sequence[State], backend: str) -> list[Bundle]:
@@ -194,8 +187,8 @@ def bundled(params: Sequence[Parameter], states: Sequence[State], backend: str) 
 
 
 def _kind(p: Parameter, state: State) -> tuple[Any, ...]:
-    """What parameters must have in common to be stacked."""
-    return tuple(p.shape), str(p.dtype), tuple(state)
+    """What parameters must have in common to be stacked; those without bases come first."""
+    return any(name.endswith("basis") for name in state), tuple(p.shape), str(p.dtype), tuple(state)
 
 
 def _runs(params: Sequence[Parameter], states: Sequence[State]) -> list[slice]:

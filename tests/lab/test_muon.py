@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -69,6 +71,66 @@ def test_it_does_what_torchs_muon_and_adamw_do():
         moved = float((p.detach() - start).abs().max())
         torch.testing.assert_close(p.view_as(q), q, rtol=0, atol=0.02 * moved)
     assert torch.equal(ours[2], theirs[2])
+
+
+def trained(optimizer, params, steps, seed):
+    rng = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=rng)
+        optimizer.step()
+
+
+def both():
+    rng = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=rng)) for shape in ((4, 3), (3, 3), (3,))]
+    return params, MuonAndAdamW(params[:2], params[2:], lr=0.1)
+
+
+def as_before(saved):
+    """As states were saved once, in two parts."""
+    first, second = saved["param_groups"]
+    return {
+        "parts": [
+            {"state": {i: saved["state"][i] for i in (0, 1)}, "param_groups": [first]},
+            {"state": {0: saved["state"][2]}, "param_groups": [{**second, "params": [0]}]},
+        ]
+    }
+
+
+@pytest.mark.parametrize("told", [lambda saved: saved, as_before], ids=["now", "before"])
+def test_it_resumes_bit_for_bit(told):
+    whole, one = both()
+    halves, two = both()
+    trained(one, whole, 3, seed=1)
+    trained(two, halves, 3, seed=1)
+    three = MuonAndAdamW(halves[:2], halves[2:], lr=7.0)
+    three.load_state_dict(told(copy.deepcopy(two.state_dict())))
+    trained(one, whole, 3, seed=2)
+    trained(three, halves, 3, seed=2)
+    assert all(map(torch.equal, whole, halves))
+    assert set(three.state) == set(halves)
+
+
+def test_it_is_an_optimizer_like_any_other():
+    params, optimizer = both()
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    trained(optimizer, params, 1, seed=1)
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
+    other = copy.deepcopy(optimizer)
+    before = [p.detach().clone() for p in params]
+    trained(optimizer, params, 1, seed=2)  # at a rate of 0
+    assert all(map(torch.equal, params, before))
+    twins = [p for group in other.param_groups for p in group["params"]]
+    for group in other.param_groups:
+        group["lr"] = 0.1
+    trained(other, twins, 1, seed=2)
+    assert not any(map(torch.equal, params, twins))
+    assert called == [1, 1]
 
 
 def test_one_rate_for_both():

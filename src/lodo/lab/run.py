@@ -149,9 +149,9 @@ def file_name(name: str) -> str:
 class Curve:
     """A finished run, read from its file.
 
-    ``columns`` has one entry for each step: ``step``, ``evaluations`` (so far), ``seconds`` (of training so far),
-    ``loss`` (on the fresh batch), ``repeat_loss`` (mean of further evaluations of that batch, else NaN), and
-    tracked quantities after the step (NaN where not measured).
+    ``columns`` has one entry for each step: ``step``, ``evaluations`` (so far), ``seconds`` (of training so far, by
+    `training_clock`), ``loss`` (on the fresh batch), ``repeat_loss`` (mean of further evaluations of that batch, else
+    NaN), and tracked quantities after the step (NaN where not measured).
     """
 
     run: Run
@@ -327,6 +327,7 @@ class _Training:
         left = (self.run.seconds or math.inf) - self.seconds
         evaluations, seconds, loss, repeat_loss = (self.columns[name] for name in COLUMNS)
         losses: list[float] = []
+        clock = training_clock()
 
         def closure() -> float:
             losses.append(task.evaluate(graph))
@@ -334,7 +335,7 @@ class _Training:
 
         limit = time.perf_counter() + min(_LOOK_EVERY, left)
         while True:
-            begin = time.perf_counter()
+            begin = clock()
             if self.schedule is not None:
                 factor = self.schedule(self.fraction)
                 for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
@@ -344,8 +345,7 @@ class _Training:
                 optimizer.step(closure)
             except (ArithmeticError, LinAlgError):  # such as LODO's error for an infinite gradient
                 self.diverged = True
-            end = time.perf_counter()
-            self.seconds += end - begin
+            self.seconds += clock() - begin
             self.evaluations += len(losses)
             evaluations.append(self.evaluations)
             seconds.append(self.seconds)
@@ -477,6 +477,18 @@ def processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or "not known"
+
+
+def training_clock() -> Callable[[], float]:
+    """What training time is measured with: processor time, so that other work on the machine does not count.
+
+    Where torch may use several threads, it is the time that passes.
+
+    >>> with threads(1):
+    ...     training_clock().__name__
+    'thread_time'
+    """
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:

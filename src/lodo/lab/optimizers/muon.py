@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lodo.kron import orthogonal
-from lodo.lab.optimizers.base import Closure, ElementwiseOptimizer
+from lodo.lab.optimizers.base import Closure, ElementwiseOptimizer, OwnOptimizer
 from lodo.lab.tasks import Task
 
 
@@ -40,7 +40,7 @@ class Muon(ElementwiseOptimizer):
         p.sub_(direction.view_as(p), alpha=group["lr"] * 0.2 * math.sqrt(max(direction.shape)))
 
 
-class MuonAndAdamW(Optimizer):
+class MuonAndAdamW(OwnOptimizer):
     """Muon for some parameters, AdamW for the others.
 
     Args:
@@ -65,34 +65,49 @@ class MuonAndAdamW(Optimizer):
         weight_decay: float = 0.01,
         momentum: float = 0.95,
     ) -> None:
-        self.defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        self.parts: list[Optimizer] = []
+        parts: list[Optimizer] = []
         if hidden:
-            self.parts.append(Muon(hidden, lr, weight_decay, momentum))
+            parts.append(Muon(hidden, lr, weight_decay, momentum))
         if others:
-            self.parts.append(AdamW(others, lr=lr, weight_decay=weight_decay))
+            parts.append(AdamW(others, lr=lr, weight_decay=weight_decay))
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self._divide()
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # always those that the parts have now
-        """The groups of both, Muon's first."""
-        return [group for part in self.parts for group in part.param_groups]
+    def _divide(self) -> None:
+        """Leave every group to its own optimizer, with the states that are here."""
+        self._parts: list[Optimizer] = []
+        for group in self.param_groups:
+            part: Optimizer = Muon(group["params"]) if "momentum" in group else AdamW(group["params"])
+            part.param_groups, part.state = [group], self.state
+            self._parts.append(part)
 
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]  # torch has overloads
-        """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self.parts:
+    def move(self, closure: Closure | None) -> None:
+        for part in self._parts:
             part.step()
-        return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._divide()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
+        """Load a state; one of two parts, as it was saved before, is joined."""
+        super().load_state_dict(joined(state_dict["parts"]) if "parts" in state_dict else state_dict)
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states of several optimizers as that of one.
+
+    >>> joined([{"state": {0: "a"}, "param_groups": [{"params": [0]}]}] * 2)
+    {'state': {0: 'a', 1: 'a'}, 'param_groups': [{'params': [0]}, {'params': [1]}]}
+    """
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for part in parts:
+        first = sum(len(group["params"]) for group in groups)
+        state.update({first + i: value for i, value in part["state"].items()})
+        groups += [{**group, "params": [first + i for i in group["params"]]} for group in part["param_groups"]]
+    return {"state": state, "param_groups": groups}
 
 
 def make_muon(task: Task, seed: int, /, **options: Any) -> Optimizer:

@@ -135,8 +135,8 @@ class TunedTrack(NetworksExperiment):
             "A seed draws the same first weights and the same batches for all optimizers. Differences to AdamW are "
             "taken seed by seed; s.e. is the standard error of the mean.",
             "Steps and seconds are counted until the mean training loss over a tenth of the run's steps is as low as "
-            "AdamW's at its end on the same seed. Seconds leave out the first step and measurements; they and the "
-            "times of steps are honest only if every run had a core of its own.",
+            "AdamW's at its end on the same seed. Seconds are processor time on one thread, without the first "
+            "step and without measurements.",
             "A run whose loss became infinite or NaN has diverged, and counts as the worst. Schedule-free is validated "
             "at its average, and its training loss is that of the point where it trains.",
         ]
