@@ -41,7 +41,7 @@ class CompiledEngine(Engine):
 
     _rise: Callable[..., list[Tensor]]
     _fall: Callable[..., list[Tensor]]
-    _learn: Callable[..., list[Tensor]]
+    _learn: Callable[..., None]
 
     def __init__(self, family: Preconditioner, layout: Layout, P: Tensor, save_activations: bool = True) -> None:
         super().__init__(family, layout, P, save_activations)
@@ -81,24 +81,28 @@ class CompiledEngine(Engine):
 
     def _down(self, theta: Tensor, y: Tensor) -> list[Tensor]:
         """The activations c_0 to c_N going down from c_N = y."""
-        fall = graph(self._fall, self._setting)
         c = [y]
         for i in range(len(self._P) - 1, -1, -1):
-            c += fall(theta[i], self._P[i], c[-1])
+            c += self._lower(theta, i, c[-1])
         return c[::-1]
+
+    def _lower(self, theta: Tensor, i: int, *ys: Tensor) -> list[Tensor]:
+        """Each y through layer i, going down."""
+        outs = () if self._P[i] is None else [torch.empty_like(y) for y in ys]
+        return graph(self._fall, self._setting)(theta[i], self._P[i], ys, outs)  # type: ignore[no-any-return]
 
     def _turn(self, theta: Tensor, a: Tensor) -> Tensor:
         """Where going up ends and going down begins: c_N from a_N."""
         return a
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
-        rise, fall = graph(self._rise, self._setting), graph(self._fall, self._setting)
+        rise = graph(self._rise, self._setting)
         x = self._padded(v)
         for B, p in zip(theta, self._P, strict=False):
             (x,) = rise(B, p, x)
         x = self._turn(theta, x)
         for i in range(len(self._P) - 1, -1, -1):
-            (x,) = fall(theta[i], self._P[i], x)
+            (x,) = self._lower(theta, i, x)
         return x[: v.numel()]
 
     # ------------------------------------------------------------ the step
@@ -181,10 +185,9 @@ class CompiledEngine(Engine):
             moments = [moment[i] for moment in lesson.moments]
             if self.watched:
                 squares = squares + self._squares(d, a[-1], above, b[-1], self._P[i])
-            below = learn(
-                theta[i], self._P[i], moments, a.pop(), b.pop(), numbers, noise[i], d, above, rule=rule, both=both
-            )
-            d, above = below[0], below[1] if both else c.pop()
+            below = self._lower(theta, i, d, above) if both else [*self._lower(theta, i, d), c.pop()]
+            learn(theta[i], self._P[i], moments, a.pop(), b.pop(), above, d, numbers, noise[i], rule=rule)
+            d, above = below
         if self.watched:
             self._note_norm(squares, lesson.scale)
         return d
@@ -321,7 +324,8 @@ class CompiledResidual(CompiledEngine):
     ) -> tuple[Tensor, Tensor]:
         learn = graph(layers.residual_learn_middle, f"{self._setting}_{_described(meta)}")
         moments = [moment[-1] for moment in lesson.moments]
-        d, c = learn(theta[-1], moments, a, b, numbers, noise[-1], rule=RULES[meta.kind])
+        d, c = self._turn(theta, b), self._turn(theta, a)
+        learn(theta[-1], moments, a, b, numbers, noise[-1], rule=RULES[meta.kind])
         return d, c
 
     def _places(self) -> Sequence[Tensor]:

@@ -16,6 +16,8 @@ from lodo._notice import notice
 _DEVICES = ("cuda", "xpu")  # beside the CPU: where Inductor writes Triton kernels, which need double precision
 OPTIONS: dict[str, Any] = {
     "assert_indirect_indexing": False,  # permutations have been drawn here and checked when they were loaded
+    "realize_reads_threshold": 32,  # the hypergradient is computed where it is used, not stored
+    "realize_opcount_threshold": 1000,
     "max_pointwise_cat_inputs": 0,  # rows of a product are written where they belong, not selected by masks
 }
 

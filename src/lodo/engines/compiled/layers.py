@@ -1,4 +1,4 @@
-"""One layer of a network, up, down and learning, as pure torch operations for torch.compile.
+"""One layer of a network, up, down and learning, as plain torch operations for torch.compile.
 
 The mixing network (letters as in `lodo.families.mixing`): ``B[r, c, b]`` is entry (r, c) of block b, with the block
 index last, so that neighbouring threads read neighbouring numbers. A hidden vector has component c of block b at
@@ -28,9 +28,12 @@ def rise(B: Tensor, p: Tensor | None, *xs: Tensor) -> list[Tensor]:
     return [_product(B, _inputs(x, p, len(B)), 1).reshape(-1) for x in xs]
 
 
-def fall(B: Tensor, p: Tensor | None, *ys: Tensor) -> list[Tensor]:
-    """``P^T B^T y`` of each y."""
-    return [_back(_product(B.transpose(0, 1), _outputs(y, len(B)), 0), p) for y in ys]
+def fall(B: Tensor, p: Tensor | None, ys: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
+    """``P^T B^T y`` of each y, written into ``outs`` if p scatters it."""
+    downs = [_product(B.transpose(0, 1), _outputs(y, len(B)), 0) for y in ys]
+    if p is None:
+        return [y.reshape(-1) for y in downs]
+    return [out.index_put_((p,), y) for out, y in zip(outs, downs, strict=True)]
 
 
 def learn(
@@ -39,25 +42,19 @@ def learn(
     moments: Sequence[Tensor],
     a: Tensor,
     b: Tensor,
+    c: Tensor,
+    d: Tensor,
     numbers: Tensor,
     noise: Sequence[Tensor],
-    d: Tensor,
-    c: Tensor,
     *,
     rule: Rule,
-    both: bool,
-) -> list[Tensor]:
-    """Go down from d (and c, if ``both``) with the old B, and update B: its hypergradient is never stored.
-
-    ``a`` and ``b`` are the vectors below the layer, ``c`` and ``d`` those above it.
-    """
+) -> None:
+    """Update B: its hypergradient is never stored. ``a`` and ``b`` are below the layer, ``c`` and ``d`` above it."""
     k = len(B)
-    below = fall(B, p, d, c) if both else fall(B, p, d)
     D, C, Pa, Pb = _outputs(d, k), _outputs(c, k), _inputs(a, p, k), _inputs(b, p, k)
     h = D[:, None] * Pa + C[:, None] * Pb
     squares = sum_of_squares(D, Pa, C, Pb) if rule is schedule_free else numbers
     rule(B, moments, h, squares, numbers, noise)
-    return below
 
 
 def _inputs(x: Tensor, p: Tensor | None, k: int) -> Tensor:
@@ -68,12 +65,6 @@ def _inputs(x: Tensor, p: Tensor | None, k: int) -> Tensor:
 def _outputs(y: Tensor, k: int) -> Tensor:
     """A vector above a layer as (k, blocks)."""
     return y.view(-1, k).t()
-
-
-def _back(y: Tensor, p: Tensor | None) -> Tensor:
-    """``P^T y``, of y as (k, blocks)."""
-    flat = y.reshape(-1)
-    return flat if p is None else torch.empty_like(flat).index_put((p,), y)
 
 
 def _product(B: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -100,9 +91,9 @@ def residual_rise(w: Tensor, p: Tensor, *xs: Tensor) -> list[Tensor]:
     return [x + w * x[p] for x in xs]
 
 
-def residual_fall(w: Tensor, p: Tensor, *ys: Tensor) -> list[Tensor]:
-    """``y + P^T (w y)`` of each y: p is a permutation, so every number is written once."""
-    return [torch.empty_like(y).index_put((p,), y[p] + w * y) for y in ys]
+def residual_fall(w: Tensor, p: Tensor, ys: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
+    """``y + P^T (w y)`` of each y: p is a permutation, so every number of ``outs`` is written once."""
+    return [out.index_put_((p,), y[p] + w * y) for out, y in zip(outs, ys, strict=True)]
 
 
 def residual_learn(
@@ -111,28 +102,23 @@ def residual_learn(
     moments: Sequence[Tensor],
     a: Tensor,
     b: Tensor,
+    c: Tensor,
+    d: Tensor,
     numbers: Tensor,
     noise: Sequence[Tensor],
-    d: Tensor,
-    c: Tensor,
     *,
     rule: Rule,
-    both: bool,
-) -> list[Tensor]:
+) -> None:
     """As `learn`."""
-    below = residual_fall(w, p, d, c) if both else residual_fall(w, p, d)
     _update_row(w, moments, (d, a[p], c, b[p]), numbers, noise, rule)
-    return below
 
 
 def residual_learn_middle(
     D: Tensor, moments: Sequence[Tensor], a: Tensor, b: Tensor, numbers: Tensor, noise: Sequence[Tensor], *, rule: Rule
-) -> list[Tensor]:
-    """``D b`` and ``D a`` with the old D, which is updated."""
-    above = [D * b, D * a]
+) -> None:
+    """Update the diagonal in the middle, whose h is ``a b``."""
     half = 0.5 * a
-    _update_row(D, moments, (b, half, half, b), numbers, noise, rule)  # h = a b
-    return above
+    _update_row(D, moments, (b, half, half, b), numbers, noise, rule)
 
 
 def _update_row(
