@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+PATIENCE = 180_000  # milliseconds: a machine may be busy with other things
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -33,6 +34,7 @@ def opened(browser: Any, path: Path, *, width: int = 1100, dark: bool = False) -
     context = browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
     )
+    context.set_default_timeout(PATIENCE)
     page = context.new_page()
     page.trouble = []
     complain = page.trouble.append

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import json
 import re
 import shlex
 import sys
 import tomllib
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from typer.testing import CliRunner
 
+from browser import PATIENCE, chromium
 from lodo import LODO, __version__
 from lodo.lab import cli
 from lodo.lab.data import using
@@ -239,6 +242,90 @@ def test_the_reference_has_a_signature_for_everything_that_is_called(site):
     assert len(objects) > 50
     assert unsigned == WITHOUT_ARGUMENTS
     assert page.count("<math") > 3
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@contextmanager
+def visited(browser, path, width=1280):
+    """A page of the site, from the file system; at the end nothing was asked of a network."""
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    context.set_default_timeout(PATIENCE)
+    page, asked = context.new_page(), []
+    page.on("request", lambda request: asked.append(request.url) if request.url.startswith("http") else None)
+    page.goto(path.as_uri())
+    yield page
+    assert not asked
+    context.close()
+
+
+def test_the_search_works_from_the_file_system(site, browser):
+    with visited(browser, site / "index.html") as page:
+        page.locator("input[name=query]").first.click()
+        page.keyboard.type("Rosenbrock", delay=20)
+        page.locator(".md-search-result__link[href*='reproduction']").first.wait_for()
+
+
+def test_the_gallery_shows_its_plots(site, browser):
+    with visited(browser, site / "gallery.html") as page:
+        page.locator("article iframe").scroll_into_view_if_needed()
+        figure = page.frame_locator("article iframe").locator("[data-plot=rosenbrock-rosenbrock]")
+        figure.locator(".main-svg").first.wait_for()
+        assert set(figure.locator(".legend label").all_text_contents()) == set(load("gallery").OPTIMIZERS)
+        assert page.locator("article img").count() == 5
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_tables_of_the_reproduction_fit_or_scroll(site, browser, width):
+    """No page is wider than its screen; at 1280 pixels no table of the paper's needs scrolling."""
+    with visited(browser, site / "reproduction.html", width) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        over = "boxes => boxes.map(box => box.scrollWidth - box.clientWidth)"
+        wide = page.locator(".md-typeset__scrollwrap").evaluate_all(over)
+        assert len(wide) > 6
+        if width == 1280:
+            assert max(wide) <= 1
+
+
+def test_the_gallery_is_what_its_script_makes():
+    gallery = load("gallery")
+    result = doctest.testmod(gallery)
+    assert result.attempted
+    assert not result.failed
+    figures = json.loads((ROOT / "docs" / "gallery" / "figures.json").read_text())["figures"]
+    ends = json.loads((ROOT / "docs" / "gallery" / "ends.json").read_text())
+    for surface, figure in zip(gallery.SURFACES, figures, strict=True):
+        (panel,) = figure["panels"]
+        lines = {line["label"]: line for line in panel["lines"]}
+        assert lines.keys() == gallery.OPTIMIZERS.keys() == ends[surface.name].keys()
+        optimizer, options = gallery.OPTIMIZERS["Adam"]
+        path = gallery.follow(surface, optimizer, {**options, "lr": ends[surface.name]["Adam"]["lr"]}, steps=20)
+        assert path[:2, 0].tolist() == list(surface.start)
+        stored = [lines["Adam"][name][:21] for name in ("x", "y", "loss")]
+        torch.testing.assert_close(
+            torch.tensor(stored, dtype=torch.float64), torch.from_numpy(path), rtol=1e-4, atol=1e-4
+        )
+        assert surface.function(*torch.tensor(surface.minimum)).item() == pytest.approx(0, abs=1e-9)
+    text = (ROOT / "docs" / "gallery.md").read_text()
+    for found in ends.values():
+        for end in found.values():
+            assert f"{end['height']:.2g} ({end['lr']:g})" in text
+    assert sum(path.stat().st_size for path in (ROOT / "docs" / "gallery").iterdir()) < 2.5e6
+
+
+def test_g_approaches_the_inverse_hessian_in_the_gallery():
+    *_, (step, G, inverse) = load("gallery").learning(2, 10.0, frames=5, steps=2000)
+    assert step == 2000
+    _, first, _ = next(load("gallery").learning(2, 10.0, frames=1, steps=1))
+
+    def off(matrix):
+        return abs(matrix - inverse).max()
+
+    assert off(G) < 0.6 * off(first)
 
 
 def test_the_picture_of_the_network_is_the_network():

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,18 @@ def test_roofline_counts_the_passes():
     bench = load(ROOT / "benchmarks" / "bench.py")
     n, hidden = 94_696, 189_392
     assert bench.roofline_bytes(n) == 4 * (9 * 16 * 4 * hidden + 15 * 16 * hidden)
+
+
+def test_durations_count_every_run(tmp_path, monkeypatch):
+    """An experiment takes its evaluations times what one takes, shared by the cores; what is stored can be read."""
+    durations = load(ROOT / "tools" / "durations.py")
+    monkeypatch.setattr(durations, "SAMPLE", 0.05)
+    monkeypatch.setattr(durations, "step_time", lambda curves: 2e6 * len(curves))  # two seconds
+    experiment, samples = experiments.load("rosenbrock"), {}
+    runs = [run for runs in experiment.plan(experiment.request()).values() for run in runs]
+    taken = durations.training(experiment, False, tmp_path, samples)
+    assert taken == pytest.approx(200 * 2 * len(runs) / durations.CORES)
+    assert 1 < len(samples) < len(runs)  # seeds do not matter
+    stored = tomllib.loads(durations.as_toml({"rosenbrock": {"quick": 21.7, "full": 1234.0}}))
+    assert stored["rosenbrock"] == {"quick": 22, "full": 1200}
+    assert "cores" in stored["machine"]

@@ -21,6 +21,7 @@ NEEDED = (
     "lab/page/page.js",
     "lab/settings/rivals.toml",
     "lab/settings/spaces.toml",
+    "lab/settings/durations.toml",
     "lab/optimizers/l2l.weights",
 )
 SMOKE = """
@@ -48,6 +49,8 @@ def main() -> None:
         [wheel] = Path(scratch).glob("*.whl")
         [sdist] = Path(scratch).glob("*.tar.gz")
         check_contents(wheel, sdist, version)
+        say("checking the description of the packages")
+        run(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist))
         for package, extra in ((wheel, "lab"), (sdist, None)):
             say(f"installing {package.name} into a clean environment; extra: {extra or 'none'}")
             try_package(package, extra, version, Path(scratch) / package.suffix[1:])

@@ -18,7 +18,7 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        sys.exit(f"lodo's command line needs {error.name}: pip install 'lodo[lab]'")
+        sys.exit(f"error: the command line needs {error.name}, which is not installed: pip install 'lodo[lab]'")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,8 +14,6 @@ from typer.testing import CliRunner
 from lodo import __version__
 from lodo.lab.cli import app
 from lodo.lab.experiments import CATALOG
-from lodo.lab.optimizers import OPTIMIZERS
-from lodo.lab.tasks import TASKS
 
 HEAVY = {"torch", "numpy", "matplotlib", "pyarrow", "dask", "distributed", "optuna", "scipy", "plotly", "rich"}
 # runs the command, then prints the names of all modules that have been imported
@@ -43,6 +42,7 @@ def run(*args):
         (("--help",), 0, "Usage"),
         (("--version",), 0, __version__),
         (("run", "--list"), 0, "bowl-rivals"),
+        (("run", "mnist-momentum", "--list"), 0, "300,000 steps, 1 seed\n"),
         (("run", "--help"), 0, "lodo(beta=0.5)"),
         (("rnu",), 2, "Did you mean 'run'?"),
         (("run", "bwol"), 2, "did you mean 'bowl'?"),
@@ -62,12 +62,31 @@ def test_an_answer_that_needs_nothing_heavy_imports_nothing_heavy(args, code, sa
     assert len(modules) < 400
 
 
-def test_the_list_fits_a_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    printed = CliRunner().invoke(app, ["run", "--list"]).output
-    assert max(map(len, printed.splitlines())) <= 80
-    for name in (*CATALOG, *TASKS, *OPTIMIZERS):
-        assert name in printed
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("run bwol", 2, r"NAME must be one of 'bowl', .*, got 'bwol'; did you mean 'bowl'\?"),
+        ("compare rosenbork", 2, r"TASK must be one of .*, got 'rosenbork'; did you mean 'rosenbrock'\?"),
+        ("theory sadle", 2, r"NAME must be one of .*, got 'sadle'; did you mean 'saddle'\?"),
+        ("tune bowl --optimizer lodo --schedule qick", 2, r"schedule must be one of 'paper', 'quick', got 'qick'; .*"),
+        ("rnu", 2, "no such command 'rnu'. Did you mean 'run'?".replace("?", r"\?")),
+        ("run bowl --stepps 3", 2, r"no such option: --stepps .*"),
+        ("run bowl --steps three", 2, r"invalid value for '--steps': .*integer"),
+        ("tune bowl", 2, r"missing option '--optimizer'"),
+        ("run bowl --steps 3", 1, r"steps must be an integer >= 10, got 3"),
+        ("run bowl --task n=", 1, r"task must be options .*, got 'n=': .*"),
+        ("report nowhere", 1, r"RUNS must be a folder of results, got 'nowhere'"),
+    ],
+)
+def test_all_errors_have_one_form(words, code, said):
+    """One line for the error and, if a word of the command is wrong, one that says where the words are explained."""
+    result = CliRunner().invoke(app, words.split(), prog_name="lodo")
+    assert result.exit_code == code
+    assert not result.stdout
+    first, *others = result.stderr.splitlines()
+    assert re.fullmatch(f"error: {said}", first), first
+    command = words.split()[0]
+    assert others == ([f"see: lodo {'' if command == 'rnu' else f'{command} '}--help"] if code == 2 else [])
 
 
 @pytest.mark.parametrize(

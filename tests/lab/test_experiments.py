@@ -296,7 +296,7 @@ def test_from_python(tmp_path):
     [
         (
             ("bowel",),
-            f"it must be one of {', '.join(map(repr, experiments.CATALOG))}, got 'bowel'; did you mean 'bowl'?",
+            f"NAME must be one of {', '.join(map(repr, experiments.CATALOG))}, got 'bowel'; did you mean 'bowl'?",
         ),
         (("bowl", "--steps", "5"), "steps must be an integer >= 10, got 5"),
         (("bowl", "--seeds", "0"), "seeds must be an integer >= 1, got 0"),
@@ -355,7 +355,9 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path):
         [sys.executable, "-m", "lodo"], capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
     )
     assert process.returncode == 1
-    assert process.stderr.strip() == "lodo's command line needs typer: pip install 'lodo[lab]'"
+    assert (
+        process.stderr.strip() == "error: the command line needs typer, which is not installed: pip install 'lodo[lab]'"
+    )
 
 
 def test_train_l2l_writes_weights_that_run(tmp_path):

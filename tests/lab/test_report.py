@@ -18,10 +18,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from browser import chromium, names, opened, plot, traces
+from browser import PATIENCE, chromium, names, opened, plot, traces
 from lodo.lab import cli, experiments
 from lodo.lab.data import using
 from lodo.lab.experiments.base import Cell
+from lodo.lab.experiments.catalog import duration
 from lodo.lab.optimizers import OPTIMIZERS, Choice
 from lodo.lab.page.commands import run_command, tune_command
 from lodo.lab.page.render import Section, html_of, render_page
@@ -30,6 +31,7 @@ from lodo.lab.page.results import StoredResults, read_request, read_results
 from lodo.lab.page.sections import experiment_section
 from lodo.lab.pipeline import run_experiment
 from lodo.lab.run import Curve, Run
+from lodo.lab.settings import read_settings
 from lodo.lab.show import curves, styles
 from lodo.lab.show.draw import draw
 from lodo.lab.show.interactive import as_json
@@ -83,7 +85,7 @@ def results(tmp_path_factory):
 @pytest.fixture(scope="session")
 def page(results, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    assert "4 of 20 parts are there" in invoke("report", results, "-o", path)
+    assert "4 of 21 parts are there" in invoke("report", results, "-o", path)
     return path
 
 
@@ -105,18 +107,24 @@ def test_the_page_has_tables_plots_commands_and_versions(page, results):
     assert "lodo theory saddle --quick --seed 3" in text
     assert "adam(beta1=0.5)" in text
     assert "pytorch_optimizer" in text  # among the versions
-    assert "<i>" not in text
+    assert "<i>" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # the page's own script may have it
     assert text.count("data:image/png;base64") == 1  # the picture of the theory
     assert "http" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
 
 
-def test_what_is_missing_says_which_command_makes_it(page, results):
+def test_what_is_missing_is_one_short_list(page, results):
     text = re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.DOTALL)
+    assert re.findall(r'<section id="([\w-]+)"', text) == [
+        "bowl", "rosenbrock", "theory-saddle", "tune-bowl-adam-paper-0", "not-here-yet"
+    ]  # fmt: skip
+    listed = text[text.index('<section id="not-here-yet"') :]
     for name in experiments.CATALOG.keys() - {"bowl", "rosenbrock"}:
         command = " ".join(experiments.load(name).command)
-        assert f"{command} --quick" in text
-        assert f"<code>{command} --out {results}</code>" in text
-    assert f"<code>lodo theory dynamics --out {results}</code>" in text
+        taken = read_settings("durations").get(name)
+        times = f" ({duration(taken['quick'])}, without --quick {duration(taken['full'])})" if taken else ""
+        assert f"<code>{command} --quick --out {results}</code>{times}" in listed
+    assert f"<code>lodo theory dynamics --out {results}</code>" in listed
+    assert text.count("not-here-yet") == 4
     assert "The figure of its trials is missing" in text
 
 
@@ -270,7 +278,7 @@ def test_the_command_of_a_search_that_is_not_known():
 
 def test_the_folder_of_curves_may_be_named_itself(results, tmp_path):
     page = tmp_path / "page.html"
-    assert "4 of 20 parts are there" in invoke("report", results / "runs", "-o", page)
+    assert "4 of 21 parts are there" in invoke("report", results / "runs", "-o", page)
 
 
 def test_report_names_a_folder_that_is_not_there(tmp_path):
@@ -589,8 +597,92 @@ def test_a_phone_that_is_dark(browser, page):
         assert shown.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+def test_wide_tables_say_that_they_scroll(browser, page):
+    """On a phone, and only where there is something to scroll."""
+    hint = "region => getComputedStyle(region, '::before').content"
+    for width, wide in ((360, True), (1100, False)):
+        with opened(browser, page, width=width) as shown:
+            shown.wait_for_timeout(100)
+            regions = shown.locator(".scroll").all()
+            assert len(regions) > 3
+            said = ["scroll sideways" in region.evaluate(hint) for region in regions]
+            needed = [region.evaluate("region => region.scrollWidth > region.clientWidth + 1") for region in regions]
+            assert said == needed
+            assert any(said) == wide
+            assert shown.locator(".words .scroll table").count() == 1
+
+
+def test_a_link_shows_a_plot_as_it_was(browser, page):
+    view = "canvas => [canvas.layout.xaxis.type, canvas.layout.xaxis.title.text, canvas._fullLayout.xaxis.range]"
+    context = browser.new_context(
+        permissions=["clipboard-read", "clipboard-write"], viewport={"width": 1100, "height": 900}
+    )
+    context.set_default_timeout(PATIENCE)
+    first, second = context.new_page(), context.new_page()
+    first.goto(page.as_uri())
+    figure = plot(first, "bowl-curves")
+    figure.get_by_label("second", exact=True).check()
+    figure.get_by_label("log x").check()
+    figure.get_by_label("spread").uncheck()
+    figure.get_by_label("Adam").uncheck()
+    figure.locator(".canvas").evaluate("canvas => Plotly.relayout(canvas, {'xaxis.range': [-1, 0.5]})")
+    figure.get_by_role("button", name="link").click()
+    figure.get_by_role("status").get_by_text("link to this view").wait_for()
+    assert "#plot=bowl-curves&" in first.url
+    second.goto(first.url)
+    again = plot(second, "bowl-curves")
+    assert second.evaluate("scrollY") > 100, "it is in sight"
+    assert names(again) == names(figure) == ["LODO", "O-LBFGS"]
+    assert len(traces(again)) == len(traces(figure)) == 2
+    assert again.locator(".canvas").evaluate(view) == figure.locator(".canvas").evaluate(view)
+    assert again.locator(".canvas").evaluate(view) == ["log", "seconds of training", [-1, 0.5]]
+    assert not again.get_by_label("Adam").is_checked()
+    again.get_by_label("log x").uncheck()
+    again.get_by_role("button", name="link").click()
+    assert "logX" not in second.url
+    assert "zoomX" not in second.url
+    context.close()
+
+
+def test_a_link_with_nonsense_shows_the_plot(browser, page):
+    """What a link says is only taken over where it makes sense."""
+    context = browser.new_context()
+    context.set_default_timeout(PATIENCE)
+    shown = context.new_page()
+    shown.goto(f"{page.as_uri()}#plot=bowl-curves&x=nothing&logX=maybe&zoomY=[1]&hide=Nobody&zoomX=<script>")
+    figure = plot(shown, "bowl-curves")
+    assert names(figure) == ["Adam", "LODO", "O-LBFGS"]
+    assert figure.locator(".canvas").evaluate("canvas => canvas.layout.xaxis.type") == "linear"
+    shown.goto(f"{page.as_uri()}#plot=rosenbrock-paths&step=7&hide=Adam")
+    shown.wait_for_function("document.documentElement.dataset.ready")
+    paths = plot(shown, "rosenbrock-paths")
+    assert paths.locator("output").text_content() == "7"
+    assert {len(trace["x"]) for trace in traces(paths) if trace["name"]} == {8}
+    context.close()
+
+
+def test_formulas_are_set_as_formulas(browser, tmp_path):
+    """The same label in both: Matplotlib reads it as it is, and the page has its indices."""
+    line = Line(r"$\|A - A_0\|_2$", np.arange(1.0, 4.0), np.arange(1.0, 4.0))
+    shown = Plot("f", "Of $A$", Axis(r"$\alpha t$"), Axis(r"$\|B D^{-1}\|_F$"), [line])
+    figure = Figure("f", [shown])
+    (axes,) = draw(figure).axes
+    assert axes.get_ylabel() == r"$\|B D^{-1}\|_F$"
+    draw(figure).savefig(tmp_path / "f.png")  # which fails for a formula that Matplotlib cannot read
+    path = tmp_path / "page.html"
+    path.write_text(render_page("Formulas", [Section("s", "S", figures=[as_json(figure)])], ""))
+    with opened(browser, path) as opened_page:
+        drawn = plot(opened_page, "s-f")
+        written = drawn.locator(".ytitle").text_content().replace("\u200b", "")
+        assert written == "\u2016B D\u22121\u2016F"  # the exponent and the index are smaller letters
+        assert drawn.locator(".ytitle tspan").count() > 3
+        assert drawn.locator("figcaption").text_content() == "Of A"
+        assert names(drawn) == ["\u2016A \u2212 A\u2080\u2016\u2082"]
+
+
 def test_a_browser_that_is_too_old_says_so(browser, page):
     context = browser.new_context()
+    context.set_default_timeout(PATIENCE)
     context.add_init_script("delete window.DecompressionStream")
     shown = context.new_page()
     shown.goto(page.as_uri())

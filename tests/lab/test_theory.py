@@ -32,9 +32,20 @@ from lodo.lab.theory.dynamics import (
     velocity,
 )
 from lodo.lab.theory.expressiveness import fit, mix, preconditioner, random_layers, sparse_matrix
+from lodo.lab.theory.gains import (
+    Noisy,
+    best_rates,
+    expected_loss,
+    greedy_gain,
+    greedy_pair,
+    greedy_rates,
+    learned_pair,
+    standing,
+)
 from lodo.lab.theory.minima import deep_linear, descend, mixing, orthogonal_start
 from lodo.lab.theory.pairings import Group, entropy, exact_epsilon, pairings, sampled_epsilon
 from lodo.lab.theory.parts import PARTS
+from lodo.lab.theory.regret import lodo_run, osgm, regret
 from lodo.lab.theory.represent import product, represent, route
 from lodo.lab.theory.saddle import growth, negative_eigenvalue, random_mixing_matrix
 from lodo.layout import Layout
@@ -331,3 +342,110 @@ def test_unknown_part(tmp_path):
     result = CliRunner().invoke(app, ["theory", "nosuch", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "must be one of" in result.output
+
+
+class TestGains:
+    TASK = Noisy(np.array([0.1, 0.4, 1.0]), np.array([0.3, 0.2, 0.5]), 0.05)
+
+    @pytest.mark.parametrize(("a", "w"), [(0.3, 0.0), (0.5, 0.6), (0.2, 1.0)])
+    def test_the_long_run_is_that_of_simulations(self, a, w):
+        """The Lyapunov equation against runs of the recursion itself."""
+        rng, beta, task = np.random.default_rng(0), 0.9, self.TASK
+        b, m, S, D = np.zeros((4, 400, 3))
+        sums = np.zeros(3)
+        for t in range(3000):
+            g = task.q * b + np.sqrt(task.r) * rng.standard_normal(b.shape)
+            if t >= 500:
+                sums += [(task.q * b**2).sum(1).mean() / 2, (g * S).sum(1).mean(), (g * D).sum(1).mean()]
+            m = beta * m + (1 - beta) * g
+            S, D = (1 - w) * g + w * m, m - g
+            b = b - a * S - np.sqrt(task.v) * rng.standard_normal(b.shape)
+        found = standing(task, a, w, beta)
+        computed = [found.loss, found.gain_slope, found.gate_slope]
+        np.testing.assert_allclose(sums / 2500, computed, rtol=0.03, atol=0.003)
+
+    def test_correlation_of_gradients_that_only_follow_noise(self):
+        """SGD at rate a on one curvature q: exactly -a q / 2 of the variance, so greed wants a rate of zero."""
+        q, a, r = 0.7, 0.9, 1.3
+        found = standing(Noisy(np.array([q]), np.array([r])), a, 0.0)
+        variance = 2 * r / (2 - a * q)
+        assert found.gain_slope / variance == pytest.approx(-a * q / 2)
+
+    @pytest.mark.parametrize("v", [1e-3, 0.05, 1.0])
+    def test_greed_on_one_curvature_is_a_kalman_filter(self, v):
+        q, r = 0.5, 2.0
+        P = 0.0  # the variance of the error: Riccati's equation, iterated
+        for _ in range(5000):
+            P = P + v
+            P = P - P**2 * q**2 / (q**2 * P + r)
+        gain = (P + v) * q / (q**2 * (P + v) + r)
+        assert greedy_gain(Noisy(np.array([q]), np.array([r]), v), 0.0) == pytest.approx(gain, rel=1e-6)
+
+    def test_both_stand_still(self):
+        a, w = greedy_pair(self.TASK)
+        found = standing(self.TASK, a, w)
+        assert 0 <= w <= 1
+        assert abs(found.gain_slope) < 1e-9
+        assert abs(found.gate_slope) < 1e-9 or (w == 0 and found.gate_slope <= 0) or (w == 1 and found.gate_slope >= 0)
+
+    def test_a_learner_comes_to_rest_there(self):
+        task = Noisy(np.array([0.5]), np.array([1.0]), 0.1)
+        gains, _ = learned_pair(task, np.random.default_rng(0), steps=10_000, runs=32, beta=0.0)
+        assert gains[-2000:].mean() == pytest.approx(
+            greedy_gain(task, 0.0), rel=0.05
+        )  # with beta 0 the gate does nothing
+
+    def test_expected_losses_are_means_of_runs(self):
+        rng, task = np.random.default_rng(0), Noisy(np.array([1.0, 0.2]), np.array([0.3, 0.1]))
+        rates = np.array([0.9, 0.5, 0.1])
+        b = rng.standard_normal((200_000, 2)) / np.sqrt(task.q)
+        losses = [(task.q * b**2).sum(1).mean() / 2]
+        for a in rates:
+            b = b - a * (task.q * b + np.sqrt(task.r) * rng.standard_normal(b.shape))
+            losses.append((task.q * b**2).sum(1).mean() / 2)
+        np.testing.assert_allclose(expected_loss(task, rates), losses, rtol=0.01)
+
+    def test_the_best_schedule_beats_greed_by_more_on_longer_runs(self):
+        task = Noisy(np.geomspace(0.01, 1.0, 5), 0.1 * np.geomspace(0.01, 1.0, 5))
+        greedy = greedy_rates(task, 100)
+        first = np.linspace(0.01, 1.9, 400)
+        assert greedy[0] == pytest.approx(min(first, key=lambda a: expected_loss(task, [a])[-1]), abs=0.01)
+        ratios = [
+            expected_loss(task, greedy[:T])[-1] / expected_loss(task, best_rates(task, T))[-1] for T in (1, 10, 100)
+        ]
+        assert ratios[0] == pytest.approx(1)
+        assert 1.01 < ratios[1] < ratios[2]
+
+    def test_with_one_curvature_greed_costs_nothing(self):
+        task = Noisy(np.array([0.5]), np.array([0.2]))
+        losses = [expected_loss(task, rates)[-1] for rates in (greedy_rates(task, 50), best_rates(task, 50))]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+    @given(seeds, st.sampled_from([1, 4]), st.floats(0.05, 1.5))
+    @settings(max_examples=15)
+    def test_regret_stays_below_the_bound(self, seed, wide, share):
+        """Against the best matrix in hindsight, found by brute force."""
+        H, _, rng = bowl(seed)
+        eta = share / 1.2
+        gradients, thetas = osgm(H, rng.standard_normal((30, 4)), eta, wide)
+        found = regret(H, gradients, thetas, eta)
+        assert (found.regret <= found.bound + 1e-9).all()
+
+        def h(theta, g):
+            step = theta * g
+            return (step @ H @ step / 2 - step @ g) / (g @ g)
+
+        paid = sum(h(theta, g) for theta, g in zip(thetas, gradients, strict=True))
+        for _ in range(50):
+            other = thetas[-1] + 0.3 * rng.standard_normal(wide)
+            assert found.regret[-1] >= paid - sum(h(other, g) for g in gradients) - 1e-9
+
+    @pytest.mark.parametrize("family", ["scalar", "diagonal"])
+    def test_lodo_takes_the_steps_that_are_counted(self, family):
+        H, _, rng = bowl(0)
+        moves = rng.standard_normal((20, 4))
+        gradients, thetas = lodo_run(H, moves, family, 1e-2)
+        b = moves[0]
+        for g, theta, move in zip(gradients, thetas, moves[1:], strict=True):
+            np.testing.assert_allclose(g, H @ b, rtol=1e-9, atol=1e-12)
+            b = b - theta * g + move

@@ -585,9 +585,9 @@ class TestCommand:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["nosuch"], "'TASK': it must be one of 'bowl'"),
-        (["bowl", "--sampler", "grid"], "'--sampler': it must be one of 'paper', 'tpe'"),
-        (["bowl", "--schedule", "qick"], "'--schedule': it must be one of 'paper', 'quick', got 'qick'"),
+        (["nosuch"], "TASK must be one of 'bowl'"),
+        (["bowl", "--sampler", "grid"], "sampler must be one of 'paper', 'tpe'"),
+        (["bowl", "--schedule", "qick"], "schedule must be one of 'paper', 'quick', got 'qick'"),
     ],
 )
 def test_names_are_checked_first(args, message, tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -72,3 +75,23 @@ def test_tensorboard(tmp_path):
     for name, value in numbers.items():
         assert math.isfinite(value)
         assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
+
+
+def test_the_notebook(tmp_path):
+    """It is stored with its outputs, and runs from top to bottom."""
+    path = EXAMPLES / "quickstart.ipynb"
+    assert path.stat().st_size < 1_000_000
+    stored = nbformat.read(path, as_version=4)
+    nbformat.validate(stored)
+    again = copy.deepcopy(stored)
+    NotebookClient(again, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "stderr" not in path.read_text()
+    for book in (stored, again):
+        cells = [cell for cell in book.cells if cell.cell_type == "code"]
+        assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+        outputs = [output for cell in cells for output in cell.outputs]
+        assert not [output for output in outputs if output.output_type == "error"]
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+        printed = "".join(output.get("text", "") for output in outputs)
+        assert all(name in printed for name in ("KronLODO", "AdamW", "distance from the inverse Hessian"))
+        assert "True" in [output.get("data", {}).get("text/plain") for output in outputs], "resumed bit for bit"

@@ -6,10 +6,7 @@ been checked as far as names go. Help, lists and typing errors are therefore ans
 
 from __future__ import annotations
 
-import shutil
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,19 +14,20 @@ from typing import Annotated, Any
 import typer
 
 from lodo._checks import check_choice
-from lodo.lab.errors import RunError
-from lodo.lab.experiments import CATALOG, Size
+from lodo.lab.experiments import CATALOG
 from lodo.lab.experiments.catalog import TRACKS, track_of
-from lodo.lab.interrupts import say_what_is_kept
+from lodo.lab.listing import print_list
 from lodo.lab.optimizers import OPTIMIZERS
 from lodo.lab.plugins import is_plugin
 from lodo.lab.settings import read_settings
 from lodo.lab.tasks import TASKS
 from lodo.lab.theory.parts import PARTS
 from lodo.lab.tuning import CONFIRM, PAPER, SAMPLERS
+from lodo.lab.usage import Commands, errors_in_words
 from lodo.spelling import parse_options
 
 app = typer.Typer(
+    cls=Commands,
     help="LODO's laboratory: the paper's experiments, each in one command.",
     no_args_is_help=True,
     suggest_commands=True,
@@ -45,14 +43,14 @@ _NOTHING_WRITTEN = "Nothing was written."
 # ------------------------------------------------------------ names, which are checked and completed
 
 
-def _checked(names: Iterable[str], *, plugins: bool = False) -> Callable[[str | None], str | None]:
+def _checked(names: Iterable[str], *, plugins: bool = False) -> Callable[[typer.CallbackParam, str | None], str | None]:
     """A check that an argument is one of ``names``, or, with ``plugins``, of the form ``module:Name``."""
 
-    def check(value: str | None) -> str | None:
+    def check(param: typer.CallbackParam, value: str | None) -> str | None:
         if value is None or (plugins and is_plugin(value)):
             return value
         try:
-            check_choice("it", value, names)
+            check_choice(param.metavar or str(param.name), value, names)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         return value
@@ -148,7 +146,9 @@ def run(
             autocompletion=_completed(CATALOG),
         ),
     ] = None,
-    list_them: Annotated[bool, typer.Option("--list", help="Show the experiments, tasks and optimizers.")] = False,
+    list_them: Annotated[
+        bool, typer.Option("--list", help="Show the experiments and how long they take; with NAME, more about one.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A small variant that takes a minute or two.")] = False,
     track: Annotated[
         str | None,
@@ -201,9 +201,9 @@ def run(
     command continues where the last one was interrupted.
     """
     if list_them or name is None:
-        _print_list()
+        print_list(name)
         return
-    with _errors_in_words(_RUNS_KEPT):
+    with errors_in_words(_RUNS_KEPT):
         task_options = _parse_task_options(task)
 
         from lodo.lab.comparison import find_experiment
@@ -255,7 +255,7 @@ def compare(
     Writes one HTML page with tables and interactive curves. The task may be your own. From Python, use
     lodo.lab.compare.
     """
-    with _errors_in_words(_RUNS_KEPT):
+    with errors_in_words(_RUNS_KEPT):
         task_options = _parse_task_options(task)
 
         from rich.console import Console
@@ -346,7 +346,7 @@ def tune(
     Ends with the tuned values beside the paper's and a file for `lodo run --hyperparameters`. The study is stored by
     Optuna: the same command continues it, and Optuna's own tools read it.
     """
-    with _errors_in_words(_TRIALS_KEPT):
+    with errors_in_words(_TRIALS_KEPT):
         task_options = _parse_task_options(task)
 
         from rich.console import Console
@@ -413,7 +413,7 @@ def theory(
 
     Says what holds, under which conditions, and where it stops holding.
     """
-    with _errors_in_words("Finished parts are kept."):
+    with errors_in_words("Finished parts are kept."):
         from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
         from lodo.lab.files import check_folder
@@ -445,7 +445,7 @@ def report(
     It has tables, interactive curves, pictures, the theory and the commands, and needs no network and no other file.
     Where something is missing, it says which command makes it.
     """
-    with _errors_in_words(_NOTHING_WRITTEN):
+    with errors_in_words(_NOTHING_WRITTEN):
         if not runs.is_dir():
             raise ValueError(f"RUNS must be a folder of results, got {str(runs)!r}")
 
@@ -482,7 +482,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Seed of the pixels.", min=0)] = 0,
 ) -> None:
     """Draw digits with the image generator of a run or of its checkpoint."""
-    with _errors_in_words(_NOTHING_WRITTEN):
+    with errors_in_words(_NOTHING_WRITTEN):
         from rich.console import Console
 
         from lodo.lab.data import DIGITS_DIGEST
@@ -514,7 +514,7 @@ def train_l2l(
     The package contains trained weights, which this command made. Use others with
     --optimizers "l2l(weights='FILE')".
     """
-    with _errors_in_words(_NOTHING_WRITTEN):
+    with errors_in_words(_NOTHING_WRITTEN):
         from rich.progress import Progress
 
         from lodo.lab.files import check_file
@@ -535,18 +535,6 @@ def train_l2l(
 # ------------------------------------------------------------ what commands share
 
 
-@contextmanager
-def _errors_in_words(kept: str) -> Iterator[None]:
-    """Print an error instead of a traceback, and what an interruption leaves behind."""
-    say_what_is_kept(kept)
-    try:
-        yield
-    except (ValueError, OSError, FloatingPointError, RunError) as error:
-        typer.secho("error: ", fg="red", nl=False, err=True)
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
-
-
 def _parse_task_options(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
@@ -562,27 +550,3 @@ def _experiment_of(task: str) -> str:
         if entry.task == task:
             return entry.name
     return task
-
-
-def _print_list() -> None:
-    """The experiments with their sizes, then the names of the tasks and the optimizers."""
-    width = min(shutil.get_terminal_size().columns, 120)
-    indent = 2 + max(map(len, CATALOG))
-    for entry in CATALOG.values():
-        _print_indented(entry.name, entry.shows, indent, width)
-        _print_indented("", f"{_size(entry.full)}; with --quick {_size(entry.quick)}", indent, width)
-    typer.echo()
-    _print_indented("tasks:", ", ".join(TASKS), indent, width)
-    libraries = "torch.optim, pytorch_optimizer and, with the extra rivals, heavyball and schedulefree"
-    _print_indented("optimizers:", f"{', '.join(OPTIMIZERS)}, and any of {libraries}", indent, width)
-    typer.echo("\nYour own experiments, tasks and optimizers are named as module:Name.")
-
-
-def _size(size: Size) -> str:
-    return size.words or f"{size.evaluations:,} steps, {size.seeds} seed{'s' if size.seeds > 1 else ''}"
-
-
-def _print_indented(name: str, text: str, indent: int, width: int) -> None:
-    """A name, and beside it a text that is wrapped."""
-    for number, line in enumerate(textwrap.wrap(text, width - indent)):
-        typer.echo(f"{'' if number else name:<{indent}}{line}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from lodo._checks import check_int
 from lodo.lab.executor import OnProgress, load_finished, sweep
@@ -91,7 +92,7 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
     say = partial(console.print, markup=False, highlight=False)
     say(f"{experiment.title}: {about}")
     for metric, group in tables.by_metric(rows):
-        console.print(tables.terminal(metric, group))
+        console.print(tables.terminal(metric, group, console.width), soft_wrap=True)
     for note in notes:
         say(f"- {note}")
     say(f"\n{experiment.sentence(rows)}\n", style="bold")
@@ -115,10 +116,13 @@ def _timings(results: Results) -> dict[str, float]:
 def _progress_bars(plan: Plan, console: Console) -> Iterator[OnProgress]:
     """A bar for every optimizer and one for all together, with the time left."""
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn(
+            "{task.description}",
+            table_column=Column(no_wrap=True, overflow="ellipsis", max_width=max(20, console.width - 56)),
+        ),
+        BarColumn(bar_width=20),
         TaskProgressColumn(),
-        TextColumn("{task.fields[state]}"),
+        TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True),
     )
     by_label: dict[str, list[Run]] = {}

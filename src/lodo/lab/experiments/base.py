@@ -12,7 +12,7 @@ import numpy as np
 
 from lodo._checks import check_int, check_real
 from lodo.lab import data
-from lodo.lab.experiments.catalog import Entry
+from lodo.lab.experiments.catalog import Entry, counted
 from lodo.lab.optimizers import Choice, hyperparameters, parse, with_settings
 from lodo.lab.run import Curve, Run
 from lodo.lab.show.plots import Figure
@@ -209,7 +209,7 @@ class Experiment(ABC):
         """The size of a request in words, with the task options that differ from the paper's."""
         length = f"{request.evaluations:,} steps" if request.evaluations else f"{request.seconds:g} s of training"
         changed = "".join(f", {name} = {value}" for name, value in request.task_options.items())
-        return f"{length}, {request.seeds} seed{'s' if request.seeds > 1 else ''}{changed}"
+        return f"{length}, {counted(request.seeds, 'seed')}{changed}"
 
     def about(self, request: Request) -> str:
         """The size of what was run, beside the paper's."""
@@ -218,7 +218,7 @@ class Experiment(ABC):
             return f"{self.size(request)}: not the paper's task. {step}"
         if request.evaluations == self.full.evaluations and request.seeds == self.full.seeds:
             return f"{self.size(request)}: the paper's size. {step}"
-        paper = f"{self._paper_length(request)}, {self.full.seeds} seeds"
+        paper = f"{self._paper_length(request)}, {counted(self.full.seeds, 'seed')}"
         return f"{self.size(request)}. The paper's figures are for {paper}. {step}"
 
     def _paper_length(self, request: Request) -> str:

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "seed"), counted(8, "seed")
+    ('1 seed', '8 seeds')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class Size:
     """How much of an experiment is run.
@@ -21,6 +30,9 @@ class Size:
     seeds: int
     words: str = ""
 
+    def __str__(self) -> str:
+        return self.words or f"{self.evaluations:,} steps, {counted(self.seeds, 'seed')}"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -33,6 +45,7 @@ class Entry:
         task: the task that its optimizers are run on.
         full: its full size, which is the paper's where the paper has the experiment.
         quick: its size with ``--quick``.
+        brief: what it shows, in at most 40 characters.
         path: where its class is, as ``"module:class"`` below `lodo.lab.experiments`.
     """
 
@@ -42,6 +55,7 @@ class Entry:
     task: str
     full: Size
     quick: Size
+    brief: str = ""
     path: str = ""
 
 
@@ -56,6 +70,7 @@ _ENTRIES = (
         task="bowl",
         full=Size(evaluations=100_000, seeds=8),
         quick=Size(evaluations=15_000, seeds=2),
+        brief="Table 1, Figure 2: the noisy bowl",
         path="paper.bowl:BowlExperiment",
     ),
     Entry(
@@ -65,6 +80,7 @@ _ENTRIES = (
         task="bowl",
         full=Size(evaluations=100_000, seeds=8),
         quick=Size(evaluations=10_000, seeds=1),
+        brief="appendix: noise variances 0.01 to 100",
         path="paper.noise:NoiseExperiment",
     ),
     Entry(
@@ -74,6 +90,7 @@ _ENTRIES = (
         task="bowl",
         full=Size(evaluations=100_000, seeds=8),
         quick=Size(evaluations=20_000, seeds=2),
+        brief="Section 5.1: learn, freeze, a new bowl",
         path="paper.frozen:FrozenExperiment",
     ),
     Entry(
@@ -83,6 +100,7 @@ _ENTRIES = (
         task="bowl",
         full=Size(evaluations=100_000, seeds=8),
         quick=Size(evaluations=5_000, seeds=1),
+        brief="LODO's options beyond the paper",
         path="beyond.options:OptionsExperiment",
     ),
     Entry(
@@ -92,6 +110,7 @@ _ENTRIES = (
         task="bowl",
         full=Size(evaluations=30_000, seeds=4),
         quick=Size(evaluations=4_000, seeds=2),
+        brief="today's optimizers, tuned, on the bowl",
         path="beyond.rivals:RivalsExperiment",
     ),
     Entry(
@@ -101,6 +120,7 @@ _ENTRIES = (
         task="rosenbrock",
         full=Size(evaluations=200, seeds=8),
         quick=Size(evaluations=200, seeds=2),
+        brief="Section 5.2: table, curves, paths",
         path="paper.rosenbrock:RosenbrockExperiment",
     ),
     Entry(
@@ -110,6 +130,7 @@ _ENTRIES = (
         task="mlp",
         full=Size(evaluations=3_000, seeds=4),
         quick=Size(evaluations=250, seeds=2),
+        brief="a small network on MNIST's digits",
         path="beyond.mlp:MlpExperiment",
     ),
     Entry(
@@ -119,6 +140,7 @@ _ENTRIES = (
         task="mnist",
         full=Size(evaluations=300_000, seeds=8),
         quick=Size(evaluations=60, seeds=1),
+        brief="Section 5.3: image generation",
         path="paper.mnist:MnistExperiment",
     ),
     Entry(
@@ -128,6 +150,7 @@ _ENTRIES = (
         task="mnist",
         full=Size(evaluations=300_000, seeds=8),
         quick=Size(evaluations=60, seeds=1),
+        brief="Section 5.3: LODO without its parts",
         path="paper.mnist:AblationsExperiment",
     ),
     Entry(
@@ -137,6 +160,7 @@ _ENTRIES = (
         task="mnist",
         full=Size(evaluations=300_000, seeds=1),
         quick=Size(evaluations=60, seeds=1),
+        brief="Section 5.3: the loss against beta",
         path="paper.mnist:MomentumExperiment",
     ),
     Entry(
@@ -146,6 +170,7 @@ _ENTRIES = (
         task="cifar10",
         full=Size(evaluations=3_000, seeds=8),
         quick=Size(evaluations=30, seeds=1),
+        brief="Section 5.4: ResNet-18 on CIFAR-10",
         path="paper.cifar10:Cifar10Experiment",
     ),
     Entry(
@@ -155,6 +180,7 @@ _ENTRIES = (
         task="mlp",
         full=_NETWORKS,
         quick=_FEW_NETWORKS,
+        brief="eight networks, ten optimizers, tuned",
         path="beyond.networks.tracks:TunedTrack",
     ),
     Entry(
@@ -164,6 +190,7 @@ _ENTRIES = (
         task="mlp",
         full=_NETWORKS,
         quick=_FEW_NETWORKS,
+        brief="the same with each library's defaults",
         path="beyond.networks.tracks:UntouchedTrack",
     ),
     Entry(
@@ -173,6 +200,7 @@ _ENTRIES = (
         task="mlp",
         full=Size(evaluations=3_000, seeds=1, words="1,000 to 3,000 steps, 9 rates on 1 seed"),
         quick=Size(evaluations=150, seeds=1, words="150 steps of fewer networks and optimizers, 5 rates on 1 seed"),
+        brief="the same over four decades of rates",
         path="beyond.networks.rates:RatesTrack",
     ),
 )
@@ -189,3 +217,15 @@ def track_of(name: str, track: str) -> str:
     if name != "networks":
         raise ValueError(f"track must be left out, since only networks has tracks, got {track!r} for {name}")
     return name if track == TRACKS[0] else f"{name}-{track}"
+
+
+def duration(seconds: float) -> str:
+    """A time in the largest unit that it has two of.
+
+    >>> [duration(seconds) for seconds in (40, 110, 130, 5400, 9000, 4e5, 2e7)]
+    ['40 s', '110 s', '2 min', '90 min', '2 h', '5 days', '231 days']
+    """
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -37,7 +37,7 @@ def run_command(experiment: Experiment, request: Request | None, out: Path, resu
             words += ["--hyperparameters", request.hyperparameters]
     digests = {curve.run.task_options.get("digest") for curves in results.values() for curve in curves}
     words += ["--data", "digits"] if digests == {DIGITS_DIGEST} else []
-    return quoted([*words, *_out(out)])
+    return quoted([*words, *out_words(out)])
 
 
 def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:
@@ -48,7 +48,7 @@ def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:
     """
     words = ["lodo", "theory", name, *(["--quick"] if settings.get("quick") else [])]
     words += ["--seed", str(settings["seed"])] if settings.get("seed") else []
-    return quoted([*words, *_out(out)])
+    return quoted([*words, *out_words(out)])
 
 
 def tune_command(search: Any, out: Path, confirm: Any = CONFIRM) -> str:
@@ -67,7 +67,7 @@ def tune_command(search: Any, out: Path, confirm: Any = CONFIRM) -> str:
     plain = {name: value for name, value in options.items() if name != "digest"}
     words += ["--task", spelled(plain)] if plain else []
     words += ["--data", "digits"] if options.get("digest") == DIGITS_DIGEST else []
-    return quoted([*words, *_out(out)])
+    return quoted([*words, *out_words(out)])
 
 
 def _schedule(found: Any, task: str) -> list[str]:
@@ -114,7 +114,8 @@ def quoted(words: Iterable[str]) -> str:
     return " ".join(map(shlex.quote, words))
 
 
-def _out(out: Path) -> list[str]:
+def out_words(out: Path) -> list[str]:
+    """The option for the folder of results; none for the usual one."""
     return [] if out == Path("results") else ["--out", str(out)]
 
 

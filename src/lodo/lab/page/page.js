@@ -92,8 +92,8 @@
     const boxes = [];
     const entries = [...new Map(data.lines.map((line) => [line.label, line])).values()];
     const items = entries.map((line) => {
-      const box = element("input", { type: "checkbox", checked: true });
-      const item = element("label", {}, box, swatch(line), element("span", {}, line.label));
+      const box = element("input", { type: "checkbox", checked: !hidden.has(line.label) });
+      const item = element("label", { class: box.checked ? "" : "off" }, box, swatch(line), element("span", {}, line.label));
       if (line.note) item.append(element("small", {}, line.note));
       const show = (on) => {
         box.checked = on;
@@ -116,6 +116,51 @@
         type: "radio", name, value, checked: value === chosen, onchange: () => change(value),
       }), text)));
   }
+  // A link to a plot as it is shown: "#plot=bowl-curves&x=seconds&hide=Adam" has whatever differs from how it starts.
+  const linked = () => {
+    const given = new URLSearchParams(location.hash.slice(1));
+    return given.has("plot") ? given : null;
+  };
+  const linkedTo = (name) => (linked()?.get("plot") === name ? linked() : new URLSearchParams());
+
+  function link(figure, state, start, hidden) {
+    const made = new URLSearchParams({ plot: figure.dataset.plot });
+    for (const [name, value] of Object.entries(state)) {
+      if (JSON.stringify(value) !== JSON.stringify(start[name])) made.set(name, typeof value === "string" ? value : JSON.stringify(value));
+    }
+    for (const label of hidden) made.append("hide", label);
+    return `#${made}`;
+  }
+
+  // Take over from a link what the plot knows; anything else in it is ignored.
+  function follow(figure, state, hidden, allowed) {
+    const given = linkedTo(figure.dataset.plot);
+    for (const [name, fine] of Object.entries(allowed)) {
+      if (!given.has(name)) continue;
+      let value = given.get(name);
+      try { value = JSON.parse(value); } catch { /* a word */ }
+      if (fine(value)) state[name] = value;
+    }
+    for (const label of given.getAll("hide")) hidden.add(label);
+  }
+
+  function linkButton(reading, address) {
+    const tell = (text) => { reading.textContent = text; };
+    return element("button", {
+      type: "button",
+      onclick: async () => {
+        history.replaceState(null, "", address());
+        try {
+          await navigator.clipboard.writeText(location.href);
+          tell("The link to this view has been copied.");
+        } catch { tell("The address of this page is now the link to this view."); }
+      },
+    }, "link");
+  }
+
+  const isFlag = (value) => typeof value === "boolean";
+  const isRange = (value) => Array.isArray(value) && value.length === 2 && value.every(Number.isFinite);
+
   const tick = (text, on, change) =>
     element("label", {}, element("input", { type: "checkbox", checked: on, onchange: (e) => change(e.target.checked) }), text);
 
@@ -168,8 +213,14 @@
   }
 
   function plot(figure, data) {
-    const state = { x: Object.keys(data.choices)[0], logX: data.x.log, logY: data.y.log, bands: true, close: true };
+    const start = {
+      x: Object.keys(data.choices)[0], logX: data.x.log, logY: data.y.log, bands: true, close: true, zoomX: null, zoomY: null,
+    };
+    const state = { ...start };
     const hidden = new Set();
+    follow(figure, state, hidden, {
+      x: (value) => Object.hasOwn(data.choices, value), logX: isFlag, logY: isFlag, bands: isFlag, close: isFlag, zoomX: isRange, zoomY: isRange,
+    });
     const { canvas, reading } = stage(figure, data);
     const along = (line) => line.x[state.x] ?? line.x[Object.keys(data.choices)[0]];
     const banded = data.lines.some((line) => line.low && line.mark !== "area");
@@ -228,12 +279,13 @@
       const levels = Object.entries(data.levels);
       Plotly.react(canvas, traces(), layout({
         hovermode: shown.length > 14 || pointed || innerWidth < 640 ? "closest" : "x unified",
-        uirevision: JSON.stringify(state),
+        uirevision: JSON.stringify({ ...state, zoomX: null, zoomY: null }),
         xaxis: scale(data.choices[state.x], data.x, state.logX, state.close, {
           hoverformat: ".5~g", exponentformat: format.x, ...(data.x.whole ? { dtick: Math.ceil(longest / 10) || 1 } : {}),
+          ...(state.zoomX ? { range: state.zoomX } : {}),
         }),
         yaxis: scale(data.y.label, data.y, state.logY, state.close, {
-          exponentformat: format.y, showspikes: false,
+          exponentformat: format.y, showspikes: false, ...(state.zoomY ? { range: state.zoomY } : {}),
         }),
         shapes: [...levels.map(([, y]) => ({
           type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour("--ink"), width: 1.2, dash: "dot" },
@@ -248,7 +300,7 @@
       }), settings);
     }
 
-    const set = (name) => (value) => { state[name] = value; draw(); };
+    const set = (name) => (value) => { Object.assign(state, { [name]: value, zoomX: null, zoomY: null }); draw(); };
     const titles = { step: "evaluations" in data.choices ? "update" : "step", evaluations: "step", seconds: "second" };
     const controls = element("div", { class: "controls" });
     if (Object.keys(data.choices).length > 1) {
@@ -257,12 +309,20 @@
     }
     if (!data.x.ticks) controls.append(tick("log x", state.logX, set("logX")));
     if (!data.y.ticks) controls.append(tick("log y", state.logY, set("logY")));
-    if (banded) controls.append(tick("spread", true, set("bands")));
-    if (data.x.range || data.y.range) controls.append(tick("close up", true, set("close")));
+    if (banded) controls.append(tick("spread", state.bands, set("bands")));
+    if (data.x.range || data.y.range) controls.append(tick("close up", state.close, set("close")));
+    controls.append(linkButton(reading, () => link(figure, state, start, hidden)));
     canvas.style.height = data.y.ticks ? `${Math.max(16, 6 + 1.5 * data.y.ticks.length)}rem` : "";
     figure.append(controls, legend(data, hidden, draw), canvas, reading);
     draw();
     drawn.push(draw);
+    canvas.on("plotly_relayout", (change) => { // zoomed by hand
+      for (const [axis, name] of [["xaxis", "zoomX"], ["yaxis", "zoomY"]]) {
+        const range = change[`${axis}.range`] ?? [change[`${axis}.range[0]`], change[`${axis}.range[1]`]];
+        if (range[0] !== undefined) state[name] = range.map((end) => +(+end).toPrecision(5));
+        else if (change[`${axis}.autorange`]) state[name] = null;
+      }
+    });
     walkable(canvas, reading, () => shown);
   }
 
@@ -284,8 +344,10 @@
   }
 
   function contours(figure, data) {
-    const state = { step: data.first };
+    const start = { step: data.first };
+    const state = { ...start };
     const hidden = new Set();
+    follow(figure, state, hidden, { step: (value) => Number.isInteger(value) && value >= 0 && value <= data.steps });
     const { canvas, reading } = stage(figure, data);
     let shown = [];
     let playing = null;
@@ -315,8 +377,8 @@
       });
       Plotly.react(canvas, made, layout({
         hovermode: "closest", uirevision: "1",
-        xaxis: axis("x", { showgrid: false, range: [data.contour.x[0], data.contour.x.at(-1)] }),
-        yaxis: axis("y", { showgrid: false, range: [data.contour.y[0], data.contour.y.at(-1)] }),
+        xaxis: axis("<i>x</i>", { showgrid: false, range: [data.contour.x[0], data.contour.x.at(-1)] }),
+        yaxis: axis("<i>y</i>", { showgrid: false, range: [data.contour.y[0], data.contour.y.at(-1)] }),
       }), settings);
     }
 
@@ -343,15 +405,31 @@
         return undefined;
       },
     }, "play");
-    figure.append(element("div", { class: "controls" }, element("label", {}, "step", slider), number, button),
+    figure.append(element("div", { class: "controls" }, element("label", {}, "step", slider), number, button,
+      linkButton(reading, () => link(figure, state, start, hidden))),
       legend(data, hidden, draw), canvas, reading);
     draw();
     drawn.push(draw);
     walkable(canvas, reading, () => shown);
   }
 
+  // Tables that are wider than the page say so.
+  function startScrolling() {
+    const watcher = new ResizeObserver((entries) => {
+      for (const { target } of entries) {
+        const region = target.closest(".scroll");
+        region.toggleAttribute("data-wide", region.scrollWidth > region.clientWidth + 1);
+      }
+    });
+    for (const region of document.querySelectorAll(".scroll")) {
+      watcher.observe(region);
+      watcher.observe(region.querySelector("table"));
+    }
+  }
+
   async function start() {
     startTheme();
+    startScrolling();
     const figures = [...document.querySelectorAll("[data-plot]")];
     if (!figures.length) return;
     if (!("DecompressionStream" in window)) {
@@ -372,6 +450,12 @@
       }
     }, { rootMargin: "600px" });
     for (const figure of figures) watcher.observe(figure);
+    const wanted = figures.find((figure) => figure.dataset.plot === linked()?.get("plot"));
+    if (wanted) {
+      wanted.closest("details")?.setAttribute("open", "");
+      wanted.scrollIntoView();
+    }
+    addEventListener("hashchange", () => { if (linked()) location.reload(); });
     root.dataset.ready = "true";
   }
 

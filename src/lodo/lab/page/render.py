@@ -99,7 +99,9 @@ def html_of(text: str, folder: Path) -> Markup:
         if inner.type == "image":
             path = folder / Path(str(inner.attrs["src"])).name
             inner.attrs["src"] = Picture("", path).address if path.is_file() else ""
-    return Markup(parser.renderer.render(tokens, parser.options, {}))  # the parser has escaped what it was given
+    made = parser.renderer.render(tokens, parser.options, {})  # the parser has escaped what it was given
+    made = made.replace("<table>", '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table>')
+    return Markup(made.replace("</table>", "</table></div>"))
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], source: str) -> None:
@@ -127,6 +129,7 @@ def render_page(title: str, sections: Sequence[Section], source: str) -> str:
     return environment.get_template("page.html").render(
         title=title,
         sections=sections,
+        absent=[section for section in sections if section.empty],
         source=source,
         version=__version__,
         style=_own("page.css"),

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lodo.lab.experiments.base import Experiment, environments
-from lodo.lab.page.commands import quoted, run_command, theory_command, tune_command
+from lodo.lab.experiments.catalog import duration
+from lodo.lab.page.commands import out_words, quoted, run_command, theory_command, tune_command
 from lodo.lab.page.render import Gap, Picture, Section, html_of
 from lodo.lab.page.results import StoredResults, read_summary
+from lodo.lab.settings import read_settings
 from lodo.lab.show.interactive import FIGURES, as_json
 from lodo.lab.tuning import CONFIRM
 
@@ -26,8 +28,9 @@ def experiment_section(stored: StoredResults, folder: Path, command: str | None 
     if command is None:
         command = run_command(experiment, request, folder, results)
     if request is None:
-        small = quoted([*experiment.command, "--quick"])
-        gap = Gap(f"Not run yet. A small variant takes about a minute: {small}. At full size:", command)
+        taken = read_settings("durations").get(experiment.name)
+        times = f"{duration(taken['quick'])}, without --quick {duration(taken['full'])}" if taken else ""
+        gap = Gap(times, quoted([*experiment.command, "--quick", *out_words(folder)]))
         return Section(experiment.name, experiment.title, experiment.shows, gaps=[gap])
     return Section(
         experiment.name,
@@ -78,9 +81,7 @@ def theory_section(name: str, folder: Path) -> Section:
     settings = (summary or {}).get("settings")
     command = theory_command(name, settings if isinstance(settings, Mapping) else {}, folder)
     if summary is None or not text.is_file():
-        return Section(
-            f"theory-{name}", f"Theory: {name}", gaps=[Gap("Not computed yet. This command computes it:", command)]
-        )
+        return Section(f"theory-{name}", f"Theory: {name}", gaps=[Gap("", command)])
     heading, _, words = text.read_text(encoding="utf-8").partition("\n")
     figures = read_figures(home)
     for figure in figures:

@@ -35,6 +35,7 @@ _RC: Any = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
+    "mathtext.fontset": "dejavusans",  # formulas in the letters of the text
     "pdf.fonttype": 42,  # text stays text
 }
 _SYMBOLS: dict[str, dict[str, Any]] = {
@@ -213,7 +214,7 @@ def _draw_contours(axes: Axes, contours: Contours, styles: Mapping[str, Style]) 
         )
     for (name, place), color in zip(contours.marked.items(), ("red", "green"), strict=True):
         axes.plot(*place, marker="*", color=color, ms=12, ls="none", label=name, zorder=5)
-    axes.set(xlim=contours.x[[0, -1]], ylim=contours.y[[0, -1]], xlabel="x", ylabel="y")
+    axes.set(xlim=contours.x[[0, -1]], ylim=contours.y[[0, -1]], xlabel="$x$", ylabel="$y$")
     axes.set_title(f"{contours.title}, {contours.first} steps")
     axes.grid(visible=False)
 

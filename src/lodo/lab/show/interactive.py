@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lodo.lab.files import write_atomically
+from lodo.lab.show.formulas import as_html, as_text
 from lodo.lab.show.plots import Axis, Contours, Figure, HeatMap, Line, Panel, Plot
 from lodo.lab.show.styles import DARK, LIGHT, Style, readable
 
@@ -52,17 +53,17 @@ def _panel(panel: Panel, styles: Mapping[str, Style], largest: float) -> dict[st
         made = _heat_map(panel, largest)
     else:
         raise TypeError(f"panel must be a plot, contours or a heat map, got {panel}; the page shows images from files")
-    return {"name": panel.name, "title": panel.title, **made}
+    return {"name": panel.name, "title": as_text(panel.title), **made}
 
 
 def _plot(plot: Plot, styles: Mapping[str, Style]) -> dict[str, Any]:
     return {
         "kind": "plot",
-        "choices": dict(plot.x.choices),
+        "choices": {name: as_html(label) for name, label in plot.x.choices.items()},
         "x": _axis(plot.x),
-        "y": {"label": next(iter(plot.y.choices.values())), **_axis(plot.y)},
+        "y": {"label": as_html(next(iter(plot.y.choices.values()))), **_axis(plot.y)},
         "lines": [{**_line(line, plot.x.choices), **_look(line.style or styles[line.label])} for line in plot.lines],
-        "levels": {name: _rounded(value) for name, value in plot.levels.items()},
+        "levels": {as_html(name): _rounded(value) for name, value in plot.levels.items()},
         "shades": [{"low": shade.low, "high": shade.high, **_look(shade.style)} for shade in plot.shades],
     }
 
@@ -71,7 +72,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
     return {
         "log": axis.log,
         "range": None if axis.range is None else numbers(axis.range),
-        "ticks": None if axis.ticks is None else [[float(at), text] for at, text in axis.ticks.items()],
+        "ticks": None if axis.ticks is None else [[float(at), as_html(text)] for at, text in axis.ticks.items()],
         "reversed": axis.reversed,
         "whole": axis.whole,
     }
@@ -85,7 +86,8 @@ def _line(line: Line, choices: Mapping[str, str]) -> dict[str, Any]:
         if (there := numbers(line.along(choice))) != x[first]:
             x[choice] = there
     made: dict[str, Any] = {
-        "label": line.label, "x": x, "y": numbers(line.y), "mark": line.mark, "symbol": line.symbol, "size": line.size,
+        "label": as_text(line.label), "x": x, "y": numbers(line.y),
+        "mark": line.mark, "symbol": line.symbol, "size": line.size,
     }  # fmt: skip
     if line.low is not None and line.high is not None and np.any(line.high != line.low):
         made |= {"low": numbers(line.low), "high": numbers(line.high)}
@@ -110,7 +112,7 @@ def _contours(contours: Contours, styles: Mapping[str, Style]) -> dict[str, Any]
         "first": contours.first,
         "steps": max(len(x) for x, _, _ in contours.paths.values()) - 1,
         "lines": [
-            {"label": label, "x": numbers(x), "y": numbers(y), "loss": numbers(loss), **_look(styles[label])}
+            {"label": as_text(label), "x": numbers(x), "y": numbers(y), "loss": numbers(loss), **_look(styles[label])}
             for label, (x, y, loss) in contours.paths.items()
         ],
     }
@@ -118,7 +120,12 @@ def _contours(contours: Contours, styles: Mapping[str, Style]) -> dict[str, Any]
 
 def _heat_map(shown: HeatMap, largest: float) -> dict[str, Any]:
     """The values, what their colours go with, and the largest that a colour stands for."""
-    made = {"kind": "heat", "x": shown.x, "values": [numbers(row, digits=3) for row in shown.values], "lines": []}
+    made = {
+        "kind": "heat",
+        "x": as_html(shown.x),
+        "values": [numbers(row, digits=3) for row in shown.values],
+        "lines": [],
+    }
     if shown.linear is None:
         return {**made, "largest": largest}
     colors = [numbers(np.arcsinh(row / shown.linear), digits=3) for row in shown.values]

@@ -16,6 +16,7 @@ Dashes = str | tuple[int, ...]  # "-", ":", "--", or the lengths of strokes and 
 # Colours of Okabe and Ito and of Paul Tol, chosen for colour-blind readers; dashes where one is used twice.
 _STYLES: dict[str, tuple[str, Dashes]] = {
     "LODO": (BLUE, "-"),
+    "KronLODO": ("#ee3377", "-"),
     "Adam": ("#e69f00", "-"),
     "Momentum": (GREEN, "-"),
     "RMSprop": ("#cc79a7", "-"),

@@ -9,10 +9,10 @@ from itertools import groupby
 from statistics import mean, stdev
 from typing import ClassVar
 
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from lodo.lab.run import Curve
+from lodo.lab.show import columns
 
 Paper = tuple[float | None, float | None]  # mean and standard deviation, where the paper gives them
 Value = Callable[[Curve], float | None]  # the result of a run; None if it was not measured
@@ -126,18 +126,10 @@ def markdown(title: str, about: str, rows: Iterable[Row], notes: Iterable[str]) 
     return "\n".join(lines) + "\n"
 
 
-def terminal(metric: str, rows: Sequence[Row]) -> Table:
-    """One table for the terminal."""
-    table = Table(title=metric, title_justify="left")
-    for column in rows[0].columns:
-        table.add_column(column, justify="left" if column == "optimizer" else "right", overflow="fold")
-    for section, members in by_section(rows):
-        table.add_section()
-        if section:
-            table.add_row(escape(section), style="italic")
-        for row in members:
-            table.add_row(*map(escape, row.cells), style="bold" if row.optimizer == "LODO" else "")
-    return table
+def terminal(metric: str, rows: Sequence[Row], width: int) -> Text:
+    """One table for a terminal of this width."""
+    sections = [(section, [row.cells for row in members]) for section, members in by_section(rows)]
+    return columns.lay_out(metric, rows[0].columns, sections, width, strong="LODO")
 
 
 def _line(cells: Iterable[str]) -> str:

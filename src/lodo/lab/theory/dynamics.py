@@ -242,7 +242,7 @@ def _averages(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tu
     fine = np.linspace(0, times[-1], 100)
     flowing = flow(H, A, np.eye(n), fine)
     falling = [
-        Line(f"mean of runs, alpha = {alpha:g}", times, scaled_error(H, mean), style=Style(color), mark="points")
+        Line(rf"mean of runs, $\alpha$ = {alpha:g}", times, scaled_error(H, mean), style=Style(color), mark="points")
         for mean, alpha, color in zip(means, alphas, BLUES[-len(alphas) :], strict=True)
     ]
     falling.append(Line("the equation", fine, scaled_error(H, flowing), style=Style(BLACK, width=1)))
@@ -256,22 +256,22 @@ def _averages(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tu
         Line(f"curvature {D[i]:.2g}", fine, inside[:, i], style=Style(_shade_of_blue(strength)))
         for i, strength in enumerate(np.linspace(0.2, 1.0, n))
     ]
-    time = Axis("alpha t")
+    time = Axis(r"$\alpha t$")
     ticks = {float(alpha): f"{alpha:g}" for alpha in alphas}
     panels = [
-        Plot("error", "The error falls as the equation says", time, Axis("‖B D⁻¹‖", log=True), falling),
+        Plot("error", "The error falls as the equation says", time, Axis(r"$\|B D^{-1}\|_F$", log=True), falling),
         Plot(
             "difference",
             "... as far as runs can tell",
-            Axis("alpha", log=True, ticks=ticks),
-            Axis("largest difference, of A₀", log=True),
+            Axis(r"$\alpha$", log=True, ticks=ticks),
+            Axis("largest difference, of $A_0$", log=True),
             differing,
         ),
         Plot(
             "directions",
             "Steep directions are learned first",
             time,
-            Axis("|Bᵢᵢ|", log=True, range=(1e-10, 1e3)),  # below are errors of the integration
+            Axis("$|B_{ii}|$", log=True, range=(1e-10, 1e3)),  # below are errors of the integration
             directions,
         ),
     ]
@@ -356,7 +356,7 @@ def _theorem(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tup
             worst = max(worst, float((whole / bound(r)).max()))
         deviations[i] = found / (shares * bound.R)
         seen = deviations[i] > 0  # nothing has parted in the very first steps
-        label = f"alpha = {alpha / R:.0e} R"
+        label = rf"$\alpha$ = {alpha / R:.0e} $R$"
         close.append(Line(label, shares[seen], deviations[i][seen], style=Style(color), mark="both"))
     fine = np.geomspace(shares[0], 1, 50)
     bound = Bound(H, A, radius, float(alphas[-1]))
@@ -370,14 +370,18 @@ def _theorem(H: Matrix, A: Matrix, rng: np.random.Generator, quick: bool) -> tup
     gaps = np.linalg.norm(true.A[steps] - frozen.A[steps], 2, axis=(1, 2))
     moved = np.linalg.norm(true.A[steps] - A, 2, axis=(1, 2))
     part = [
-        Line("‖A - A'‖₂", beyond, gaps, style=Style(ORANGE), mark="both"),
-        Line("‖A - A₀‖₂", beyond, moved, style=Style(GREEN), mark="both"),
+        Line(r"$\|A - A'\|_2$", beyond, gaps, style=Style(ORANGE), mark="both"),
+        Line(r"$\|A - A_0\|_2$", beyond, moved, style=Style(GREEN), mark="both"),
     ]
     panels = [
         Plot(
-            "close", "The frozen dynamics stay close", Axis("r / R", log=True), Axis("‖A - A'‖₂ / r", log=True), close
+            "close",
+            "The frozen dynamics stay close",
+            Axis("$r / R$", log=True),
+            Axis(r"$\|A - A'\|_2 / r$", log=True),
+            close,
         ),
-        Plot("part", f"... and part when A has moved (R = {R:.2g})", Axis("r", log=True), Axis(log=True), part),
+        Plot("part", f"... and part when $A$ has moved ($R$ = {R:.2g})", Axis("$r$", log=True), Axis(log=True), part),
     ]
     shrinks = bool((deviations[-1][:-1] < deviations[-1][1:]).all())
     claim = Claim(

@@ -187,9 +187,9 @@ def _mixing_figure(mixing: list[Mixed]) -> Figure:
             Line(label, N[missed], 1 - mixed.reached[missed], style=Style(color), mark="both"),
             Line(label, N, 1 - mixed.bound, style=Style(color, "--", 1)),
         ]
-    depth = Axis("depth N", whole=True)
+    depth = Axis("depth $N$", whole=True)
     panels = [
-        Plot("epsilon", "Entropy that is missing, and fits", depth, Axis("epsilon, nats", log=True), missing),
+        Plot("epsilon", "Entropy that is missing, and fits", depth, Axis(r"$\epsilon$, nats", log=True), missing),
         Plot("reach", "... and the proof's bound (dashed)", depth, Axis("fraction out of reach", log=True), unreached),
     ]
     return Figure("expressiveness", panels, columns=2, size=(4.8, 3.8))
@@ -226,11 +226,11 @@ def _construction(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[st
     ]
     success = Axis("success")
     panels = [
-        Plot("routing", "One random permutation", Axis("layers M", whole=True), success, routing),
+        Plot("routing", "One random permutation", Axis("layers $M$", whole=True), success, routing),
         Plot(
             "networks",
             f"A network of two sparse matrices, nt = {nt}",
-            Axis("layers M for each permutation", whole=True),
+            Axis("layers $M$ for each permutation", whole=True),
             success,
             building,
         ),

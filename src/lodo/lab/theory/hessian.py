@@ -133,7 +133,15 @@ def _sigma_figure(learned: dict[str, dict[str, Learned]]) -> Figure:
             Line(name, np.maximum(case.steps, 5), case.sigma, style=Style(color), mark="both", size=3)
             for (name, case), color in zip(cases.items(), (BLUES[1], BLUE, ORANGE), strict=True)
         ]
-        panels.append(Plot(what.replace(" ", "-"), what.capitalize(), Axis("step", log=True), Axis("sigma"), lines))
+        panels.append(
+            Plot(
+                what.replace(" ", "-"),
+                what.capitalize(),
+                Axis("step", log=True),
+                Axis(r"$\sigma = \|I - GH\|_F / \sqrt{n}$"),
+                lines,
+            )
+        )
     return Figure("hessian", panels, columns=2, size=(4.4, 3.2))
 
 
@@ -143,9 +151,9 @@ def _matrix_figure(plain: Learned) -> Figure:
     at_start = np.linalg.eigvalsh(plain.H)[::-1] * _TUNED["lr"]
     spectrum = Plot(
         "spectrum",
-        "Spectrum of GH",
+        "Spectrum of $GH$",
         Axis("number"),
-        Axis("eigenvalue of GH", log=True),
+        Axis("eigenvalue of $GH$", log=True),
         [
             Line("at the start", number, at_start, style=Style(GREY)),
             Line("at the end", number, plain.spectrum, style=Style(BLUE)),

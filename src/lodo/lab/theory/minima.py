@@ -141,7 +141,7 @@ def _figure(results: dict[str, np.ndarray]) -> Figure:
     plot = Plot(
         "ends",
         "Where descent ends",
-        Axis("‖I - GH‖²", log=True, range=(floor, most)),
+        Axis(r"$\|I - GH\|_F^2$", log=True, range=(floor, most)),
         Axis(ticks=dict(enumerate(results)), range=(-1.0, len(results) - 0.8), reversed=True),
         lines,
     )

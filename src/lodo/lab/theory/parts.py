@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from lodo.lab.theory.base import Finding
 
 
-PARTS = ("dynamics", "saddle", "expressiveness", "hessian", "minima")
+PARTS = ("dynamics", "saddle", "expressiveness", "hessian", "minima", "gains")
 
 
 class Part(Protocol):

@@ -13,6 +13,7 @@ import optuna
 from optuna.exceptions import OptunaError
 
 from lodo._checks import check_int
+from lodo.lab.experiments.catalog import counted
 from lodo.lab.files import check_folder
 from lodo.lab.tuning.evolution import EvolutionSampler
 from lodo.lab.tuning.finals import FINALISTS, PAPERS, START, Finalist, Finals, finalists, reference
@@ -130,5 +131,5 @@ def _report_search(search: Search, expected: int, on_progress: OnProgress, study
 
 def _report_finals(finals: Finals, on_progress: OnProgress, study: optuna.Study) -> None:
     before, done = finals.search.number, len(finished_trials(finals, study))
-    words = f"finals: {len(finals.finalists)} candidates on {finals.seeds} seeds"
+    words = f"finals: {counted(len(finals.finalists), 'candidate')} on {counted(finals.seeds, 'seed')}"
     on_progress(before + done, before + finals.number, words)

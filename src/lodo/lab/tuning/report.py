@@ -13,10 +13,11 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
-from rich.table import Table
 
+from lodo.lab.experiments.catalog import counted
 from lodo.lab.files import write_atomically
 from lodo.lab.optimizers import paper_hyperparameters
+from lodo.lab.show.columns import lay_out
 from lodo.lab.show.draw import write_figures
 from lodo.lab.show.interactive import write_json
 from lodo.lab.show.plots import Axis, Figure, Line, Plot
@@ -41,8 +42,9 @@ def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console
     ]
     if outcome.finals is not None:
         notes.append(
-            f"The finalists were run again, {search.schedule.steps[-1]:,} steps on the same {outcome.finals.seeds} "
-            "fresh seeds; tuned is the best of them. The paper takes the mean of the better half."
+            f"The finalists were run again, {search.schedule.steps[-1]:,} steps on the same "
+            f"{counted(outcome.finals.seeds, 'fresh seed')}; tuned is the best of them. The paper takes the mean of "
+            "the better half."
         )
     if outcome.worse:
         notes.append(outcome.worse)
@@ -85,12 +87,8 @@ def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console
     (picture,) = write_figures([figure], folder, title)
     write_json([figure], folder)
     for number, (columns, rows) in enumerate(tables):
-        table = Table(title=None if number else title, title_justify="left")
-        for place, column in enumerate(columns):
-            table.add_column(column, justify="right" if place else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        heading = "" if number else title
+        console.print(lay_out(heading, columns, [("", rows)], console.width), soft_wrap=True)
     for note in notes:
         console.print(f"- {note}", markup=False, highlight=False)
     console.print(f"\nfigure: {picture}", markup=False, highlight=False, soft_wrap=True)

@@ -126,7 +126,7 @@ def check_noise(request: Request) -> None:
 
 def distance_plot(request: Request, groups: Groups) -> Plot:
     """How far G is from the inverse Hessian, over the run: estimated, and exact where n is small."""
-    y = Axis("sigma = ‖I - GH‖ / √n")
+    y = Axis(r"$\sigma = \|I - GH\|_F / \sqrt{n}$")
     estimated, exact = (
         tracked_curves("sigma", "Distance from the inverse Hessian", groups, column, y=y, first=request.first_axis)
         for column in ("sigma", "sigma_exact")
@@ -135,7 +135,7 @@ def distance_plot(request: Request, groups: Groups) -> Plot:
     dashed = [
         replace(line, label=f"{line.label}, exact", style=replace(looks[line.label], dash="--")) for line in exact.lines
     ]
-    return replace(estimated, lines=[*estimated.lines, *dashed], levels={"G = 0": 1.0})
+    return replace(estimated, lines=[*estimated.lines, *dashed], levels={"$G = 0$": 1.0})
 
 
 def tracking_plot(name: str, request: Request, groups: Groups, title: str = "Tracking the moving minimum") -> Plot:

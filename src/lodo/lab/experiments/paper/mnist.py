@@ -168,7 +168,7 @@ class MomentumExperiment(MnistExperiment):
         ]
         beta, mean, std = np.array(sorted(there)).reshape(-1, 3).T
         line = Line("LODO", 1 - beta, mean, mean - std, mean + std, names=[f"beta = {b:g}" for b in beta], mark="both")
-        x = Axis("beta", log=True, ticks={float(1 - b): f"{b:g}" for b in beta}, reversed=True)
+        x = Axis(r"$\beta$", log=True, ticks={float(1 - b): f"{b:g}" for b in beta}, reversed=True)
         by_beta = Plot("beta", "The momentum of LODO", x, Axis("training loss over the last 10 %"), [line])
         (curves,) = super().figures(request, results)
         return [Figure(self.name, [by_beta]), replace(curves, name=f"{self.name}-curves")]

@@ -90,7 +90,7 @@ class NoiseExperiment(Experiment):
             over = np.array([best[v] for v, _ in there])
             losses.append(Line(label, v, mean, mean - std, mean + std, mark="both", size=3))
             ratios.append(Line(label, v, mean / over, (mean - std) / over, (mean + std) / over, mark="both", size=3))
-        x = Axis("noise variance v", log=True)
+        x = Axis("noise variance $v$", log=True)
         panels = [
             Plot("losses", "Tracking error", x, Axis("loss on fresh batches", log=True), losses),
             Plot("ratios", "Tracking error over the best possible", x, Axis("loss over Newton's", log=True), ratios),
