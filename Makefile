@@ -43,6 +43,7 @@ bench: setup
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/kron.py
 	$(BIN)/python benchmarks/divided.py
+	$(BIN)/python benchmarks/compiled.py
 
 release-check: setup
 	$(BIN)/python tools/release_check.py

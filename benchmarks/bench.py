@@ -4,8 +4,8 @@
     python benchmarks/bench.py --quick             the two smaller sizes, fewer repeats
     python benchmarks/bench.py --sizes 5000
 
-LODO, LODO with shuffle mixing and with the robust recipe, a plain autograd LODO (the tests' oracle), torch.optim.Adam
-and a test of the memory bandwidth take turns, and their medians are compared.
+LODO, LODO with shuffle mixing, with the robust and with the compact recipe, a plain autograd LODO (the tests' oracle),
+torch.optim.Adam and a test of the memory bandwidth take turns, and their medians are compared.
 The roofline is the time it takes to read and write what a fused step has to (9 passes over theta and 15 over the
 hidden vectors, or 11 without indices; docs/algorithm.md counts them) at the bandwidth of `a = b + s c`, which is
 measured in the same run.
@@ -58,11 +58,15 @@ TARGETS: dict[tuple[str, int], float] = {  # a lower bound for "autograd", upper
     ("shuffle_roofline", 1_000_000): 1.5,
     ("resting", 94_696): 1100,
     ("resting", 1_000_000): 1100,
+    **{("compact", n): 0.6 for n in (94_696, 1_000_000)},
+    **{("compact_memory", n): 800 for n in (94_696, 1_000_000)},
+    **{("compact_resting", n): 560 for n in (94_696, 1_000_000)},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "lodo": {},
     "shuffle": {"preconditioner": Mixing(mixing="shuffle")},
     "robust": {"recipe": "robust"},
+    "compact": {"recipe": "compact"},
 }
 TRIAD = 24_000_000  # numbers in each of the three arrays of the bandwidth test
 SMALL = 10_000  # below this size a step is too short to be timed alone, and its memory too little to be measured
@@ -124,6 +128,7 @@ def measure(n: int, repeats: int) -> dict[str, float]:
     bandwidth = 12 * TRIAD / seconds["triad"]
     peak, _ = measure_memory(n, "lodo")
     robust_peak, resting = measure_memory(n, "robust")
+    compact_peak, compact_resting = measure_memory(n, "compact")
     outside = outside_kernels(lodos["lodo"], 2000 if n < SMALL else repeats)
     return {
         "autograd_over_lodo": seconds["autograd"] / seconds["lodo"],
@@ -136,6 +141,9 @@ def measure(n: int, repeats: int) -> dict[str, float]:
         "robust_over_lodo": seconds["robust"] / seconds["lodo"],
         "robust_bytes_per_parameter": robust_peak,
         "robust_resting_bytes_per_parameter": resting,
+        "compact_over_robust": seconds["compact"] / seconds["robust"],
+        "compact_bytes_per_parameter": compact_peak,
+        "compact_resting_bytes_per_parameter": compact_resting,
         "lodo_ms": 1e3 * seconds["lodo"],
         "bandwidth_gb": bandwidth / 1e9,
     }
@@ -248,6 +256,12 @@ def show(results: dict[int, dict[str, float]]) -> None:
         "resting": (
             "robust recipe: extra memory between steps, bytes per parameter",
             "robust_resting_bytes_per_parameter",
+        ),
+        "compact": ("compact recipe: time over the robust one's", "compact_over_robust"),
+        "compact_memory": ("compact recipe: peak extra memory, bytes per parameter", "compact_bytes_per_parameter"),
+        "compact_resting": (
+            "compact recipe: extra memory between steps, bytes per parameter",
+            "compact_resting_bytes_per_parameter",
         ),
     }
     table = Table(title="LODO, float32, with targets in brackets")

@@ -40,6 +40,8 @@ class WithoutCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.copy_:
             return torch.ops.aten.copy_.default(*args, **kwargs)
+        if func is torch.Tensor.contiguous:
+            return torch.ops.aten.clone.default(*args, memory_format=torch.contiguous_format)
         if func is torch.Tensor.__getitem__:
             return taken(*args)
         if func is torch.Tensor.__setitem__:

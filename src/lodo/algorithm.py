@@ -259,7 +259,7 @@ def _remember(reading: Reading, outcome: Outcome, accepted: Flag) -> None:
     guards = zip(outcome.guard, state["guard"], strict=True)
     state["guard"] = Guard(*(where(accepted, new, old) for new, old in guards))
     decay = where(reading.overshot & (state["last_lr"] == 0), beta, 1.0)  # as in `forget`
-    state["momentum"].mul_(decay)
+    net.engine.decay(state["momentum"], decay)
     forgotten = where(reading.overshot, 0.0, state["last_lr"])
     state["last_lr"] = where(accepted, outcome.lr, forgotten)
     if reading.moving != state["moved"]:

@@ -140,7 +140,7 @@ def check_fits(needed: MemoryEstimate, earlier: int, device: torch.device, what:
         others = f", and {readable(earlier)} for the groups before it" if earlier else ""
         raise MemoryError(
             f"{what} needs {needed}{others}; {readable(free)} is available on {str(device)!r}. "
-            "Use recipe='robust' (two thirds of the memory), a smaller network such as Mixing(depth=8), "
+            "Use recipe='compact' (a third of the memory), a smaller network such as Mixing(depth=8), "
             "preconditioner='diagonal', meta_optimizer='sgd', or train fewer parameters with LODO"
         )
 

@@ -50,7 +50,7 @@ class LODO(Inspectable, Resumable):
     Args:
         params: parameters, named parameters or parameter groups. Each group has its own network.
         lr: :math:`\alpha_0`, applied after preconditioning; any scheduler may change it.
-        meta_lr: the rate at which theta is learned.
+        meta_lr: the rate at which theta is learned: 1e-3, and 3e-4 with ``recipe="compact"``, unless it is given.
         beta: the decay of the gradient average; 0 is LODO-No-Momentum.
         weight_decay: decoupled, as in AdamW: ``x`` shrinks by ``lr * weight_decay``.
         maximize: maximize the objective instead.
@@ -64,11 +64,14 @@ class LODO(Inspectable, Resumable):
         guard: survive outlier gradients and sudden changes of the curvature (`lodo.guard`).
         recipe: what the options left as None mean: ``"paper"``, or ``"robust"`` for
             ``preconditioner="mixing(mixing='shuffle')"``, ``momentum="learned"``,
-            ``meta_optimizer="adam(moment_dtype='bfloat16')"``, ``save_activations=False`` and ``guard=True``.
+            ``meta_optimizer="adam(moment_dtype='bfloat16')"``, ``save_activations=False`` and ``guard=True``; or
+            ``"compact"``, the same with half as many weights, ``"mixing(depth=4, block_size=8, mixing='shuffle')"``,
+            and ``meta_lr=3e-4``.
         seed: draws the network; the same on every backend and device.
-        backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
-        save_activations: False computes activations again instead of keeping them between steps. Only the fused kernels
-            keep any.
+        backend: ``"auto"`` (Numba on CPUs and torch.compile on CUDA, if they can be used there, else the reference),
+            ``"numba"``, ``"compiled"`` (torch.compile, on CPUs too) or ``"reference"``.
+        save_activations: False computes activations again instead of keeping them between steps. The reference never
+            keeps any.
         nonfinite: what to do if a gradient is NaN, infinite, or so large that something would overflow: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way no parameter and nothing that was
             learned changes, on any rank. On a device other than the CPU, the error comes with the next step, so that no
@@ -98,7 +101,7 @@ class LODO(Inspectable, Resumable):
         self,
         params: ParamsT,
         lr: float | Tensor = 1.0,
-        meta_lr: float = 1e-3,
+        meta_lr: float | None = None,
         beta: float = 0.9,
         *,
         weight_decay: float = 0.0,
@@ -122,6 +125,7 @@ class LODO(Inspectable, Resumable):
             check_int("check_sync_every", check_sync_every, low=1)
         chosen = from_recipe(
             recipe,
+            meta_lr=meta_lr,
             preconditioner=preconditioner,
             momentum=momentum,
             meta_optimizer=meta_optimizer,
@@ -141,7 +145,7 @@ class LODO(Inspectable, Resumable):
         self._refused: Tensor | None = None  # whether a device refused the last step; not read back yet
         defaults = {
             "lr": lr,
-            "meta_lr": meta_lr,
+            "meta_lr": chosen["meta_lr"],
             "beta": beta,
             "weight_decay": weight_decay,
             "maximize": maximize,

@@ -97,6 +97,14 @@ def test_indices_by_mixing(mixing, indices, backend):
     assert memory_estimate(n, Mixing(mixing=mixing), backend=backend).indices == pytest.approx(indices * n, rel=1e-3)
 
 
+@pytest.mark.parametrize("n", [94_696, 1_000_000])
+def test_the_compact_recipe_halves_the_robust_one(n):
+    small = memory_estimate(n, recipe="compact", backend="numba")
+    assert small.resting <= 560 * n
+    assert small.total <= 800 * n
+    assert small.resting <= 0.52 * memory_estimate(n, recipe="robust", backend="numba").resting
+
+
 def test_what_stays_between_steps_can_be_1100_bytes_a_parameter():
     n = 94_696
     small = memory_estimate(n, SHUFFLE, meta_optimizer=ROUNDED, save_activations=False, backend="numba")

@@ -10,6 +10,7 @@ import torch
 from helpers import give_gradients, group_of, parameter
 from lodo import LODO, Mixing, Residual, memory_estimate
 from lodo.meta import SGD, Adam, ScheduleFree
+from lodo.recipes import RECIPES
 
 SHUFFLE, ROUNDED = Mixing(mixing="shuffle"), Adam(moment_dtype="bfloat16")
 ROBUST = {
@@ -48,6 +49,18 @@ def test_what_the_recipes_are():
     assert chosen(LODO([parameter(3)])) == spelled(PAPER)
     assert chosen(LODO([parameter(3)], recipe="paper")) == spelled(PAPER)
     assert chosen(LODO([parameter(3)], recipe="robust")) == spelled(ROBUST)
+    compact = {**ROBUST, "preconditioner": Mixing(depth=4, block_size=8, mixing="shuffle")}
+    assert chosen(LODO([parameter(3)], recipe="compact")) == spelled(compact)
+
+
+def test_a_recipe_has_its_own_meta_lr_unless_it_is_given():
+    rates = {recipe: LODO([parameter(3)], recipe=recipe).param_groups[0]["meta_lr"] for recipe in RECIPES}
+    assert rates == {"paper": 1e-3, "robust": 1e-3, "compact": 3e-4}
+    assert LODO([parameter(3)], recipe="compact", meta_lr=1e-3).param_groups[0]["meta_lr"] == 1e-3
+    opt = LODO(
+        [{"params": [parameter(3)], "meta_lr": None}, {"params": [parameter(3)], "meta_lr": 2e-3}], recipe="compact"
+    )
+    assert [group["meta_lr"] for group in opt.param_groups] == [3e-4, 2e-3]
 
 
 def test_a_recipe_is_its_options():
@@ -163,9 +176,9 @@ def test_a_copy_keeps_the_recipe():
 
 
 ERRORS = [
-    ({"recipe": "fast"}, r"recipe must be one of 'paper', 'robust', got 'fast'$"),
-    ({"recipe": "robst"}, r"recipe must be one of 'paper', 'robust', got 'robst'; did you mean 'robust'\?"),
-    ({"recipe": None}, r"recipe must be one of 'paper', 'robust', got None"),
+    ({"recipe": "fast"}, r"recipe must be one of 'paper', 'robust', 'compact', got 'fast'$"),
+    ({"recipe": "robst"}, r"recipe must be one of 'paper', 'robust', 'compact', got 'robst'; did you mean 'robust'\?"),
+    ({"recipe": None}, r"recipe must be one of 'paper', 'robust', 'compact', got None"),
     ({"momentum": "none"}, r"momentum must be one of 'fixed', 'learned', got 'none'"),
     ({"momentum": "learnt"}, r"momentum must be one of 'fixed', 'learned', got 'learnt'; did you mean 'learned'\?"),
     ({"momentum": 0.9}, r"momentum must be one of 'fixed', 'learned', got 0.9"),

@@ -16,7 +16,9 @@ from fake_cuda import fake_cuda
 from helpers import difference, parameter
 from lodo import LODO, Mixing
 from lodo.engines import ReferenceEngine
+from lodo.engines.compiled.engine import CompiledEngine
 
+BACKENDS = ("reference", "compiled")
 OPTIONS = {
     "paper": {},
     "shuffle": {"preconditioner": Mixing(depth=3, mixing="shuffle")},
@@ -40,11 +42,22 @@ def cuda():
         yield mode
 
 
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    """What is compiled otherwise runs as it is written: every operation of it is seen here."""
+    monkeypatch.setattr("lodo.engines.missing_for", lambda device: "")
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_step_on_a_device_never_waits_for_it(name, cuda):
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("save", [True, False])
+def test_a_step_on_a_device_never_waits_for_it(name, backend, save, cuda):
     x = torch.nn.Parameter(torch.randn(30, device="cuda"))
     y = torch.nn.Parameter(torch.randn(3, 4, device="cuda"))
-    opt = LODO([x, y], lr=0.1, nonfinite="skip", **{"preconditioner": Mixing(depth=3), **OPTIONS[name]})
+    options = {"preconditioner": Mixing(depth=3), **OPTIONS[name]}
+    opt = LODO([x, y], lr=0.1, nonfinite="skip", backend=backend, save_activations=save, **options)
     for step in range(4):
         x.grad = torch.randn(30, device="cuda")
         y.grad = None if step == 2 else torch.randn(3, 4, device="cuda")
@@ -65,9 +78,10 @@ def test_the_mode_does_notice_waiting(cuda):
         _ = opt.skipped_steps
 
 
-def test_a_tensor_lr_stays_on_the_device(cuda):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tensor_lr_stays_on_the_device(backend, cuda):
     x = torch.nn.Parameter(torch.randn(30, device="cuda"))
-    opt = LODO([x], lr=0.1, nonfinite="skip", guard=True)
+    opt = LODO([x], lr=0.1, nonfinite="skip", guard=True, backend=backend)
     opt.param_groups[0]["lr"] = torch.full((), 0.1, device="cuda")
     for _ in range(3):
         x.grad = torch.randn(30, device="cuda")
@@ -79,8 +93,9 @@ def test_a_tensor_lr_stays_on_the_device(cuda):
 
 @pytest.fixture
 def as_if_on_a_device(monkeypatch):
-    """The reference engine keeps its numbers as tensors on the CPU too."""
-    monkeypatch.setattr(ReferenceEngine, "on_host", property(lambda engine: False))
+    """The engines keep their numbers as tensors on the CPU too."""
+    for engine in (ReferenceEngine, CompiledEngine):
+        monkeypatch.setattr(engine, "on_host", property(lambda engine: False))
 
 
 def gradients(params, steps, seed=0):
@@ -104,13 +119,15 @@ def trained(steps, **options):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_numbers_on_a_device_give_the_same_run(name, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_on_a_device_give_the_same_run(name, backend, monkeypatch):
     steps = gradients([torch.empty(30), torch.empty(3, 4)], 12)
     steps[4][1] = steps[7][1] = None  # not every parameter has a gradient in every step
     steps[9] = [1000 * g for g in steps[9]]  # an outlier, for the guard
     expected, plain = trained(steps, **OPTIONS[name])
-    monkeypatch.setattr(ReferenceEngine, "on_host", property(lambda engine: False))
-    found, opt = trained(steps, **OPTIONS[name])
+    for engine in (ReferenceEngine, CompiledEngine):
+        monkeypatch.setattr(engine, "on_host", property(lambda engine: False))
+    found, opt = trained(steps, **OPTIONS[name], backend=backend)
     assert isinstance(opt._state(0)["last_lr"], torch.Tensor)
     tolerance = 1e-6 if "bfloat16" in str(OPTIONS[name]) or name == "robust" else 1e-12
     assert all(difference(a, b) < tolerance for a, b in zip(found, expected, strict=True))
@@ -124,13 +141,14 @@ def test_numbers_on_a_device_give_the_same_run(name, monkeypatch):
 @pytest.mark.usefixtures("as_if_on_a_device")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_refused_step_changes_nothing(name, bad):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_refused_step_changes_nothing(name, backend, bad):
     shapes = [torch.empty(30), torch.empty(3, 4)]
     before, after = gradients(shapes, 5), gradients(shapes, 5, seed=1)
     poison = [g.clone() for g in before[0]]
     poison[0][3] = bad
-    expected, plain = trained([*before, *after], nonfinite="skip", **OPTIONS[name])
-    found, opt = trained([*before, poison, poison, *after], nonfinite="skip", **OPTIONS[name])
+    expected, plain = trained([*before, *after], nonfinite="skip", backend=backend, **OPTIONS[name])
+    found, opt = trained([*before, poison, poison, *after], nonfinite="skip", backend=backend, **OPTIONS[name])
     outlier = bad == 1e200 and OPTIONS[name].get("guard", OPTIONS[name].get("recipe") == "robust")
     if outlier:  # the guard shortens what is finite
         assert all(bool(torch.isfinite(p).all()) for p in found)
@@ -158,6 +176,18 @@ def test_a_refused_step_raises_at_the_next_one():
     assert torch.equal(x, start)
     opt.step()  # it was said once
     assert not torch.equal(x, start)
+
+
+@pytest.mark.usefixtures("as_if_on_a_device")
+def test_what_is_kept_on_a_device_is_used_in_the_next_step(monkeypatch):
+    """Although a device scales the momentum after every step, by a factor that is 1 unless the step was refused."""
+    shapes = [torch.empty(30), torch.empty(3, 4)]
+    params, opt = trained(gradients(shapes, 3), backend="compiled")
+    engine = opt._groups[0].network.engine
+    fed = []
+    monkeypatch.setattr(engine, "_fed", lambda *x: fed.append(x) or CompiledEngine._fed(engine, *x))
+    play(opt, params, gradients(shapes, 1, seed=1))
+    assert len(fed) == 1  # what is fed now, not what was fed before
 
 
 @pytest.mark.usefixtures("as_if_on_a_device")

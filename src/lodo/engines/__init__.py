@@ -1,4 +1,4 @@
-"""What runs a family on a device: a registry from (family, device) to the engine.
+"""What runs a family on a device: a registry from (family, backend) to the engine, and the backend of each device.
 
 A new engine is one entry in `ENGINES`. Without an entry, the reference engine serves any family on any device.
 """
@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from lodo.engines.base import Engine, Footprint, Lesson
+from lodo.engines.compiled.graphs import missing_for
 from lodo.engines.reference import ReferenceEngine
-from lodo.families import Mixing, Preconditioner
+from lodo.families import Mixing, Preconditioner, Residual
 
 __all__ = [
     "BACKENDS",
@@ -28,19 +29,20 @@ __all__ = [
     "has_numba",
 ]
 
-BACKENDS = ("auto", "reference", "numba")
+BACKENDS = ("auto", "reference", "numba", "compiled")
 
 
 class Place(NamedTuple):
-    """Where an engine is: its backend's name, its module and its class, which are imported when it is needed."""
+    """Where an engine is: its module and its class, which are imported when it is needed."""
 
-    backend: str
     module: str
     name: str
 
 
 ENGINES: dict[tuple[type[Preconditioner], str], Place] = {
-    (Mixing, "cpu"): Place("numba", "lodo.engines.numba.mixing", "NumbaMixing"),
+    (Mixing, "numba"): Place("lodo.engines.numba.mixing", "NumbaMixing"),
+    (Mixing, "compiled"): Place("lodo.engines.compiled.engine", "CompiledMixing"),
+    (Residual, "compiled"): Place("lodo.engines.compiled.engine", "CompiledResidual"),
 }
 
 
@@ -72,6 +74,10 @@ def check_backend(backend: str, device: torch.device) -> None:
             "backend='numba' needs Numba, which is not installed or does not load (pip install numba); "
             "backend='auto' works without it"
         )
+    if backend == "compiled" and (missing := missing_for(device)):
+        raise ValueError(
+            f"backend='compiled' needs {missing} for parameters on {str(device)!r}; backend='auto' works without it"
+        )
 
 
 def engine_for(family: Preconditioner, device: torch.device, backend: str = "auto") -> type[Engine]:
@@ -81,10 +87,15 @@ def engine_for(family: Preconditioner, device: torch.device, backend: str = "aut
     'ReferenceEngine'
     """
     check_backend(backend, device)
-    place = ENGINES.get((type(family), device.type))
-    if place is None or backend not in ("auto", place.backend):
-        return ReferenceEngine
-    if place.backend == "numba" and not has_numba():
+    place = ENGINES.get((type(family), _automatic(device) if backend == "auto" else backend))
+    if place is None:
         return ReferenceEngine
     found: type[Engine] = getattr(import_module(place.module), place.name)
     return found
+
+
+def _automatic(device: torch.device) -> str:
+    """Numba on CPUs, torch.compile on devices that it serves, and the reference where they are missing."""
+    if device.type == "cpu":
+        return "numba" if has_numba() else "reference"
+    return "reference" if missing_for(device) else "compiled"

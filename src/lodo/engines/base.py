@@ -98,6 +98,10 @@ class Engine(ABC):
         """Let go of whatever is kept for the next lesson."""
         return
 
+    def decay(self, m: Tensor, factor: Scalar) -> None:
+        """Shorten the momentum after a refused step, from which nothing is learned."""
+        m.mul_(factor)
+
     @abstractmethod
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
         """``G(theta) v``, leaving no trace."""

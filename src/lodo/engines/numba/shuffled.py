@@ -56,6 +56,11 @@ def _interleave(Y, blocks, t, a):
             run[4 * l + 1] = Y1[l]
             run[4 * l + 2] = Y2[l]
             run[4 * l + 3] = Y3[l]
+    elif k == 8:
+        for r in range(8):
+            row = Y[r]
+            for l in range(used):
+                run[8 * l + r] = row[l]
     else:
         for r in range(k):
             row = Y[r]
@@ -74,6 +79,9 @@ def _deinterleave(a, blocks, t, Y):
         if k == 4:
             for l in range(used):
                 row[l] = run[4 * l + r]
+        elif k == 8:
+            for l in range(used):
+                row[l] = run[8 * l + r]
         else:
             for l in range(used):
                 row[l] = run[k * l + r]

@@ -19,8 +19,12 @@ from lodo.lab.show.curves import Groups
 from lodo.lab.show.plots import Axis, Figure, Line, Plot
 from lodo.lab.show.tables import Row, measure
 from lodo.lab.tasks.bowl import newton_loss
+from lodo.recipes import RECIPES
 
-_DEFAULTS: dict[str, Any] = {name: signature(LODO).parameters[name].default for name in ("lr", "beta", "meta_lr")}
+_DEFAULTS: dict[str, Any] = {
+    **{name: signature(LODO).parameters[name].default for name in ("lr", "beta")},
+    "meta_lr": RECIPES["paper"]["meta_lr"],
+}
 _TUNED: dict[str, Any] = paper_hyperparameters("bowl", "lodo")
 _BEST: dict[str, Any] = dict(bowl_rivals()["lodo_schedule_free"].choice.settings or {})
 _FREE: dict[str, Any] = {name: _BEST[name] for name in ("meta_optimizer", "meta_lr")}

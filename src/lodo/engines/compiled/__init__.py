@@ -1,0 +1,1 @@
+"""The step in plain torch operations that torch.compile fuses: for CUDA, and for CPUs without Numba."""

@@ -1,0 +1,83 @@
+"""Functions compiled by torch.compile at their first use: once for all layers and for groups of all sizes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.utils._triton import has_triton_package
+
+from lodo._notice import notice
+
+_DEVICES = ("cuda", "xpu")  # beside the CPU: where Inductor writes Triton kernels, which need double precision
+OPTIONS: dict[str, Any] = {
+    "assert_indirect_indexing": False,  # permutations have been drawn here and checked when they were loaded
+    "realize_reads_threshold": 32,  # the hypergradient is computed where it is used, not stored
+    "realize_opcount_threshold": 1000,
+    "max_pointwise_cat_inputs": 0,  # rows of a product are written where they belong, not selected by masks
+}
+
+
+def missing_for(device: torch.device) -> str:
+    """What torch.compile needs on this device and does not have, in words; empty if nothing is missing.
+
+    >>> missing_for(torch.device("meta"))
+    "a CPU, or a device for which Inductor writes Triton kernels ('cuda', 'xpu')"
+    """
+    if device.type == "cpu":
+        return "" if _has_cpp_compiler() else "a C++ compiler (g++ or clang++, or the environment variable CXX)"
+    if device.type not in _DEVICES:
+        return "a CPU, or a device for which Inductor writes Triton kernels ('cuda', 'xpu')"
+    if not has_triton_package():
+        return "Triton (pip install triton)"
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] < 7:
+        return "a GPU of compute capability 7.0 or newer, which Triton's kernels run on"
+    return ""
+
+
+@cache
+def _has_cpp_compiler() -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return shutil.which(get_cpp_compiler()) is not None
+    except InvalidCxxCompiler:
+        return False
+
+
+class Graph:
+    """A compiled function whose tensors may have any size; a first call says so if it takes over two seconds.
+
+    Torch keeps what it has compiled under a function's code and gives up after eight variants. So every setting has
+    code of its own, which differs in its name.
+    """
+
+    def __init__(self, function: Callable[..., Any], setting: str) -> None:
+        assert isinstance(function, FunctionType)
+        name = f"{function.__name__}_{setting}"
+        twin = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+        twin.__kwdefaults__ = function.__kwdefaults__
+        self._name = function.__name__
+        self._compiled = torch.compile(twin, fullgraph=True, dynamic=True, options=OPTIONS)
+        self._called: set[tuple[object, ...]] = set()
+
+    def __call__(self, *arguments: Any, **constants: Any) -> Any:
+        variant = (len(arguments), *constants.values())
+        if variant in self._called:
+            return self._compiled(*arguments, **constants)
+        self._called.add(variant)
+        with notice(
+            f"lodo: torch.compile compiles {self._name} for this machine (once; the result is kept on disk) ..."
+        ):
+            return self._compiled(*arguments, **constants)
+
+
+@cache
+def graph(function: Callable[..., Any], setting: str) -> Graph:
+    """The compiled function for a setting, of which there is one in a process."""
+    return Graph(function, setting)
