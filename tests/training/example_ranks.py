@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from ranks import gathered, whole
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

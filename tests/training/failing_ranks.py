@@ -15,10 +15,10 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kron_ranks import SMALL, network, train
+from ranks import rank
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from lodo import KronLODO
-from ranks import rank
 
 SECONDS = 8  # the process group's time-out
 

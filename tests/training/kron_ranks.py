@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import gathered, rank, start, whole, world
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lodo
 from lodo import KronLODO, planning
-from ranks import gathered, rank, start, whole, world
 
 SMALL = {"refresh_every": 3, "weight_decay": 0.1}
 BLOCK = [(192, 64), (192,), (64, 64), (64,), (256, 64), (256,), (64, 256), (64,), (64,), (64,)]
