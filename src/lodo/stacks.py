@@ -140,11 +140,10 @@ class Part:
 
     def gradients(self) -> Tensor:
         """All gradients, flat, in the state's dtype. This may be a gradient itself, and must not be changed."""
-        if self._real:
-            grads = [p.grad for p in self.params if p.grad is not None]
-        else:
-            grads = [real(g) for p in self.params if (g := local_gradient(p)) is not None]
-        flat: Tensor = _flatten_dense_tensors(grads)  # type: ignore[no-untyped-call]
+        if not self._real:  # a copy even of a single one: FSDP2's begin anywhere in its buffers (see `ALIGNED`)
+            grads = [local_gradient(p) for p in self.params]
+            return torch.cat([real(g).reshape(-1) for g in grads if g is not None]).to(self.dtype)
+        flat: Tensor = _flatten_dense_tensors([p.grad for p in self.params if p.grad is not None])  # type: ignore[no-untyped-call]
         return flat.to(self.dtype)
 
     def views(self, flat: Tensor) -> list[Tensor]:

@@ -497,7 +497,7 @@ def load_resumes_bit_for_bit(folder: Path) -> None:
 def load_damaged_states_are_refused_on_every_rank(folder: Path) -> None:
     model, opt = made("fsdp")
     train(model, opt, range(2))
-    state = opt.state_dict()
+    state = copy.deepcopy(opt.state_dict())
     entry = state["state"][0]["exp_avg"]
     if rank() == 0:
         (entry.to_local() if isinstance(entry, DTensor) else entry)[0] = float("nan")
