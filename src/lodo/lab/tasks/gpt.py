@@ -6,7 +6,7 @@ import functools
 
 from torch import Tensor, nn
 
-from lodo.lab.tasks.network import TextNetwork
+from lodo.lab.tasks.network import WINDOWS, TextNetwork
 from lodo.lab.tasks.transformer import Block, positions
 
 BATCH = 32
@@ -21,16 +21,19 @@ class Gpt(TextNetwork):
     """Predicts the next character of a text with a transformer; the loss is the mean cross-entropy in nats.
 
     Three blocks of width 64 with four heads look back at up to 64 characters. A batch consists of windows at random
-    places of the first nine tenths of the text. For validation, there are 64 windows at fixed places of the rest.
+    places of the first nine tenths of the text. For validation, there are windows at fixed places of the rest.
 
     Args:
         seed: draws the weights and the batches.
         batch: the number of windows per step.
+        windows: the number of windows for validation.
         digest: the digest that the text must have (see `lodo.lab.data.Text`); None accepts any text.
     """
 
-    def __init__(self, seed: int, *, batch: int = BATCH, digest: str | None = None) -> None:
-        super().__init__(seed, batch=batch, context=CONTEXT, digest=digest)
+    def __init__(
+        self, seed: int, *, batch: int = BATCH, windows: int = WINDOWS, digest: str | None = None
+    ) -> None:
+        super().__init__(seed, batch=batch, context=CONTEXT, windows=windows, digest=digest)
         self.begin(functools.partial(CharacterTransformer, len(self.text.characters)))
 
 

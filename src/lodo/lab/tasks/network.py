@@ -17,7 +17,7 @@ from lodo.lab import data
 from lodo.lab.tasks.base import Task
 from lodo.lab.tasks.cifar10 import moments
 
-WINDOWS = 64  # of the validation text
+WINDOWS = 64  # of the validation text, unless a task is told otherwise
 
 
 class Network(Task):
@@ -109,22 +109,24 @@ class Classifier(ImageNetwork):
 class TextNetwork(Network):
     """Predicts every character of windows of a text from those before it; the loss is the mean cross-entropy in nats.
 
-    A batch consists of windows at random places of the first nine tenths of the text. For validation, there are 64
+    A batch consists of windows at random places of the first nine tenths of the text. For validation, there are
     windows at fixed, equal distances in the rest.
 
     Args:
         seed: draws the weights and the batches.
         batch: the number of windows per step.
         context: the number of predicted characters of a window.
+        windows: the number of windows for validation.
         digest: the digest that the text must have (see `lodo.lab.data.Text`); None accepts any text.
     """
 
     dataset: ClassVar[str | None] = "text"
 
-    def __init__(self, seed: int, *, batch: int, context: int, digest: str | None) -> None:
+    def __init__(self, seed: int, *, batch: int, context: int, windows: int, digest: str | None) -> None:
         super().__init__(seed)
         check_int("batch", batch, low=1)
         check_int("context", context, low=1)
+        check_int("windows", windows, low=1)
         text = data.load("text")
         data.check_digest(text, digest)
         if len(text.validation) <= context:
@@ -133,7 +135,7 @@ class TextNetwork(Network):
                 f"the tenth for validation has one, got {len(text.train) + len(text.validation):,}"
             )
         self.text, self.size, self.context = text, batch, context
-        self.fixed = torch.linspace(0, len(text.validation) - context - 1, WINDOWS, dtype=torch.float64).long()
+        self.fixed = torch.linspace(0, len(text.validation) - context - 1, windows, dtype=torch.float64).long()
 
     def sample(self) -> dict[str, Tensor]:
         return {"starts": torch.randint(len(self.text.train) - self.context, (self.size,), generator=self.rng)}
