@@ -58,10 +58,13 @@ class KronOracle:
         s["squares"] = b2 * s["squares"] + (1 - b2) * float(G.square().sum())
         if s["last"] is not None:
             self._learn(s, G)
-        share = 1 / max(1 / (1 - b2), self.averaging * (self.t + 1))
-        s["A"] = (1 - share) * s["A"] + share * G @ G.T
-        s["B"] = (1 - share) * s["B"] + share * G.T @ G
-        if self.t % self.refresh_every == 0:
+        window = max(1 / (1 - b2), self.averaging * (self.t + 1))
+        doubled = math.floor(math.log2(window * (1 - b2) + 1e-6)) if window * (1 - b2) > 1 else 0
+        pace = 2 ** (doubled // 2)
+        if self.t % pace == 0:
+            s["A"] = (1 - pace / window) * s["A"] + pace / window * G @ G.T
+            s["B"] = (1 - pace / window) * s["B"] + pace / window * G.T @ G
+        if self.t % (self.refresh_every * 2**doubled) == 0:
             M = s["P"] @ s["M"] @ s["Q"].T
             if s["left"]:
                 s["P"] = self._refreshed(s["A"], s["P"])

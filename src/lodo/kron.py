@@ -7,7 +7,7 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     w += gate_lr Adam[ <X, D> / (|X| |S|) ]         D = dS/dw of the last step; w within [0, 1], starts at 1
     c  within bounds that anneal                    as 1 / (1 + t / anneal), see `bounds`
     A, B = averages of G G', G' G                   over as many steps as M
-    P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps
+    P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps, later less often
     M, V = averages of X, X^2                       M over ever more steps, `averaging` t of them
     R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
     S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
@@ -59,7 +59,7 @@ from lodo.ownership import Division, owned_here, replicated
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.rounding import random_bits, round_to, update_key
 from lodo.scalars import Flag, Scalar, largest, logarithm, over, plain, where
-from lodo.stacks import Bundle, Part, Stack, State, bundled
+from lodo.stacks import Bundle, Part, Stack, bundled
 
 NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
 CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
@@ -301,12 +301,20 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
     numbers = bundle.numbers
     if isinstance(ok, Tensor):
         reading = reading.masked(bundle.parts, ok)
+    quick = is_host(reading.sums.device) and not any(isinstance(x, Tensor) for x in (ok, rise, options["lr"]))
+
+    def short(x: Tensor) -> Any:
+        """A short vector; on the CPU as an array, because NumPy takes a fraction of torch's time."""
+        return x.numpy() if quick else x
+
+    ours = {name: short(x) for name, x in numbers.items()}
     if options["guard"]:
-        factors = trust(numbers["norm_sq"], numbers["step"], reading.sums[0], options["betas"][1])
-        if not is_host(factors.device) or bool((factors < 1).any()):
+        found = trust(ours["norm_sq"], ours["step"], short(reading.sums[0]), options["betas"][1])
+        factors = torch.as_tensor(found)
+        if not is_host(factors.device) or bool((found < 1).any()):
             reading = reading.scaled(bundle.parts, factors)
-    if "length" in numbers:
-        learn_from_last_step(options, numbers, reading.sums, rise, ok)
+    if "length" in ours:
+        learn_from_last_step(options, ours, short(reading.sums), rise, ok)
     numbers["step"].add_(ok)
     numbers["mean_decay"].mul_(1 - newest_share(options, numbers["step"]) * share(0.0, ok, reading.sums))
     if "norm_sq" in numbers:
@@ -315,16 +323,16 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         numbers["skipped"].add_(torch.logical_not(ok))
     lr = options["lr"] * share(0.0, ok, reading.sums)
     rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
-    refresh = options["steps"] % options["refresh_every"] == 0
+    enters, refresh = (options["steps"] % interval == 0 for interval in intervals(options))
     for part, each in zip(bundle.parts, reading.parts, strict=True):
         for stack, G, X in zip(part.stacks, each.G, each.X, strict=True):
-            if stack.has_bases:
+            if stack.has_bases and enters:
                 follow_covariances(options, stack, G, X, refresh, ok)
         next_steps(options, bundle, part, each, rates, ok)
         move(part, each.X, 1 - lr * options["weight_decay"])
 
 
-def trust(norm_sq: Tensor, t: Tensor, squares: Tensor, b2: float) -> Tensor:
+def trust(norm_sq: Any, t: Any, squares: Any, b2: float) -> Any:
     """1, or what shortens a gradient to `OUTLIER` times the recent ones, given its square and their average.
 
     A gradient that is a thousand times too long would otherwise rule V and the covariances for hundreds of steps, and M
@@ -333,62 +341,65 @@ def trust(norm_sq: Tensor, t: Tensor, squares: Tensor, b2: float) -> Tensor:
     >>> trust(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 100.0]), 0.5)
     tensor([1.0000, 0.5000])
     """
-    limit = OUTLIER**2 * norm_sq / (1 - power(b2, t))
-    return torch.where((limit > 0) & (squares > limit), (limit / squares).sqrt(), 1)  # NaN before the first step
+    limit = OUTLIER**2 * norm_sq / (1 - power(b2, t) + (t == 0))  # 0 before the first step
+    is_outlier = (limit > 0) & (squares > limit)
+    where = library(t).where
+    return where(is_outlier, limit / where(is_outlier, squares, 1), 1) ** 0.5
 
 
-def learn_from_last_step(options: Options, numbers: State, sums: Tensor, rise: Scalar, ok: Flag) -> None:
+def library(x: Any) -> Any:
+    """What has the functions for an array or for a tensor; what is used here has the same names in both.
+
+    >>> library(np.ones(1)).__name__, library(torch.ones(1)).__name__
+    ('numpy', 'torch')
+    """
+    return torch if isinstance(x, Tensor) else np
+
+
+def learn_from_last_step(options: Options, numbers: dict[str, Any], sums: Any, rise: Scalar, ok: Flag) -> None:
     """Update c and w with the cosines of X with the last step's S and D."""
-    XX, XN, XU = sums.unbind()
-    XS, XD = (torch.lerp(XU, XN, numbers["gate"]), XN - XU) if "gate" in numbers else (XN, XU)  # which is 0
-    scale = XX.sqrt() * numbers["length"]  # |X| |S|
-    scale = torch.where(scale > 0, 1 / scale, 0)
-    learn(options, numbers, XS * scale, XD * scale, rise, ok)
+    XX, XN, XU = sums
+    XS, XD = (XU + numbers["gate"] * (XN - XU), XN - XU) if "gate" in numbers else (XN, XU)  # which is 0
+    scale = XX**0.5 * numbers["length"]  # |X| |S|
+    scale = library(scale).where(scale > 0, scale, math.inf)
+    learn(options, numbers, XS / scale, XD / scale, rise, ok)
 
 
-def learn(options: Options, numbers: State, alignment: Tensor, gate_slope: Tensor, rise: Scalar, ok: Flag) -> None:
+def learn(options: Options, numbers: dict[str, Any], alignment: Any, gate_slope: Any, rise: Scalar, ok: Flag) -> None:
     """Update c and w, where there was a last step."""
     t = numbers["step"]
+    xp = library(t)
     learning = (t > 0) & ok
     if "gain" in numbers:
         behind = numbers["gain_highest"] < logarithm(over(FIRST, options["peak_lr"]))
-        rate = options["meta_lr"] * torch.where(behind, CATCHING_UP, 1.0).to(t.dtype)
-        c = _learned(numbers, "gain", t, -alignment, rate, learning, GAIN_BETA2)
+        rate = options["meta_lr"] * xp.where(behind, CATCHING_UP, xp.ones_like(t))
+        c = _learned(numbers, "gain", -alignment, rate, learning, GAIN_BETA2)
         fall, ceiling = bounds(options, t)
-        c = torch.minimum(settled(c, rise), ceiling)
-        highest = torch.maximum(settled(numbers["gain_highest"], rise), c)
-        numbers["gain_highest"].copy_(kept(ok, highest, numbers["gain_highest"]))
-        numbers["gain"].copy_(kept(ok, torch.maximum(c, highest - fall).clamp(-WIDEST, WIDEST), numbers["gain"]))
+        c = xp.minimum(settled(c, rise), ceiling)
+        highest = xp.maximum(settled(numbers["gain_highest"], rise), c)
+        numbers["gain_highest"][:] = kept(ok, highest, numbers["gain_highest"])
+        numbers["gain"][:] = kept(ok, xp.maximum(c, highest - fall).clip(-WIDEST, WIDEST), numbers["gain"])
     if "gate" in numbers:
-        w = _learned(numbers, "gate", t, -gate_slope, options["gate_lr"], learning)
-        numbers["gate"].copy_(w.clamp(0, 1))
+        numbers["gate"][:] = _learned(numbers, "gate", -gate_slope, options["gate_lr"], learning).clip(0, 1)
 
 
-def settled(c: Tensor, rise: Scalar) -> Tensor:
+def settled(c: Any, rise: Scalar) -> Any:
     """c after a warm-up has raised lr: what c has gained already is not multiplied by it.
 
     >>> settled(torch.tensor([3.0, 1.0, -1.0]), 2.0)
     tensor([ 1.,  0., -1.])
     """
-    return torch.maximum(c.clamp(max=0), c - rise)
+    return library(c).maximum(c.clip(max=0), c - rise)
 
 
-def _learned(
-    numbers: State, name: str, t: Tensor, slope: Tensor, rate: float | Tensor, learning: Tensor, beta2: float = BETA2
-) -> Tensor:
+def _learned(numbers: dict[str, Any], name: str, slope: Any, rate: Any, learning: Any, beta2: float = BETA2) -> Any:
     """The new value of a learned number; Adam's moments of it are updated."""
-    names = (name, f"{name}_exp_avg", f"{name}_exp_avg_sq")
-    given: list[Any] = [t, slope, learning, rate, *(numbers[each] for each in names)]
-    select: Any = torch.where
-    if is_host(t.device):  # on vectors this short, NumPy takes a fraction of torch's time
-        given, select = [x.numpy() if isinstance(x, Tensor) else x for x in given], np.where
-    t_, slope_, learning_, rate_, *before = given
-    after = adam_step((*before, t_ - 1 + (t_ == 0)), slope_, rate_, beta2)
-    pairs = zip(after, before, strict=False)
-    value, first, second = (torch.as_tensor(select(learning_, new, old)) for new, old in pairs)
-    numbers[names[1]].copy_(first)
-    numbers[names[2]].copy_(second)
-    return value
+    t = numbers["step"]
+    before = value, first, second = [numbers[each] for each in (name, f"{name}_exp_avg", f"{name}_exp_avg_sq")]
+    after = adam_step((*before, t - 1 + (t == 0)), slope, rate, beta2)
+    where = library(t).where
+    first[:], second[:] = where(learning, after[1], first), where(learning, after[2], second)
+    return where(learning, after[0], value)
 
 
 def follow_rate(options: Options) -> Scalar:
@@ -403,7 +414,7 @@ def follow_rate(options: Options) -> Scalar:
     return where(before > 0, logarithm(over(peak, where(before > 0, before, 1.0))), 0.0)
 
 
-def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
+def bounds(options: Options, t: Any) -> tuple[Any, Any]:
     """How far c may fall below its highest, and how high it may rise.
 
     Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
@@ -415,16 +426,16 @@ def bounds(options: Options, t: Tensor) -> tuple[Tensor, Tensor]:
     lr, peak = options["lr"], options["peak_lr"]
     ceiling = logarithm(over(largest(LONGEST, peak), peak))
     if not options["anneal"]:
-        return torch.full_like(t, math.inf), ceiling + torch.zeros_like(t)
-    annealed = torch.log1p((t - options["scheduled"]).clamp(min=0) / options["anneal"])
-    fall = (annealed - logarithm(over(peak, lr))).clamp(min=0)
+        return 0 * t + math.inf, ceiling + 0 * t
+    annealed = library(t).log1p((t - options["scheduled"]).clip(min=0) / options["anneal"])
+    fall = (annealed - logarithm(over(peak, lr))).clip(min=0)
     return fall, ceiling - fall
 
 
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
     """Average the covariances; if it is time, refresh the bases and turn M and X along."""
     A, B = stack.A, stack.B
-    beta = covariance_decay(options)
+    beta = 1 - intervals(options)[0] / covariance_steps(options)
     if A is not None:
         average_product(A, G, G.mT, beta, ok)
     if B is not None:
@@ -440,14 +451,29 @@ def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, ref
         turned(G, P, Q, out=X)
 
 
-def covariance_decay(options: Options) -> float:
-    """How much of A and B stays in a step: they average over as many steps of the group as M does of a parameter.
+def covariance_steps(options: Options) -> float:
+    """Over how many steps A and B are averaged: as many steps of the group as M over those of a parameter.
 
-    >>> covariance_decay({"betas": (0.95, 0.95), "averaging": 0.1, "steps": 999})
-    0.99
+    >>> covariance_steps({"betas": (0.95, 0.95), "averaging": 0.1, "steps": 999})
+    100.0
     """
     steps: float = max(options["averaging"] * (options["steps"] + 1), 1 / (1 - options["betas"][1]))
-    return 1 - 1 / steps
+    return steps
+
+
+def intervals(options: Options) -> tuple[int, int]:
+    """The number of steps between gradients that enter A and B, and between refreshes.
+
+    Whenever A and B are averaged over twice as many steps, they change half as fast: then refreshes become half as
+    frequent. What is averaged needs less: its frequency is halved every other time.
+
+    >>> options = {"betas": (0.95, 0.95), "averaging": 0.1, "refresh_every": 10}
+    >>> [intervals({**options, "steps": steps}) for steps in (0, 399, 999, 19_999)]
+    [(1, 10), (1, 20), (2, 40), (8, 640)]
+    """
+    longer = covariance_steps(options) * (1 - options["betas"][1])
+    doublings = max(0, math.frexp(longer + 1e-6)[1] - 1)  # rounded down
+    return 1 << doublings // 2, int(options["refresh_every"]) << doublings
 
 
 def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:
@@ -584,7 +610,8 @@ class KronLODO(Optimizer):
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
             runs.
         max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension.
-        refresh_every: the number of steps between refreshes of the bases.
+        refresh_every: the number of steps between refreshes of the bases. It doubles whenever the covariances are
+            averaged over twice as many steps as at first (see ``averaging``).
         guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
             the step is taken with the exact ones. The covariances stay whole, because bfloat16 would lose their small

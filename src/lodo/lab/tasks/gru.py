@@ -26,9 +26,7 @@ class Gru(TextNetwork):
         digest: the digest that the text must have (see `lodo.lab.data.Text`); None accepts any text.
     """
 
-    def __init__(
-        self, seed: int, *, batch: int = BATCH, windows: int = WINDOWS, digest: str | None = None
-    ) -> None:
+    def __init__(self, seed: int, *, batch: int = BATCH, windows: int = WINDOWS, digest: str | None = None) -> None:
         super().__init__(seed, batch=batch, context=CONTEXT, windows=windows, digest=digest)
         self.begin(functools.partial(Recurrent, len(self.text.characters)))
 
