@@ -76,7 +76,7 @@ def apart(a, b):
         {"weight_decay": 0.1, "lr": 0.01},
         {"averaging": 0.0},
         {"averaging": 0.5, "betas": (0.5, 0.9), "gate_lr": 0.02},
-        {"averaging": 1.0, "betas": (0.5, 0.8), "refresh_every": 2},  # soon every second gradient, a refresh every 16
+        {"averaging": 0.9, "betas": (0.5, 0.8), "refresh_every": 2},  # soon every second gradient, a refresh every 16
         {"anneal": 0.0, "meta_lr": 0.2},
         {"anneal": math.inf, "meta_lr": 0.2},
         {"anneal": 3.0, "meta_lr": 0.2},
