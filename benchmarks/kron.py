@@ -1,11 +1,13 @@
 """What does a step of KronLODO cost? Ratios measured side by side in one run, on one thread.
 
-    python benchmarks/kron.py                  about three minutes
+    python benchmarks/kron.py                  about five minutes
     python benchmarks/kron.py --quick          fewer repeats, no block of GPT-2
 
-Every optimizer steps in turn, on the same gradients, in rounds of ten steps: KronLODO and SOAP refresh their bases
-once in each. A character GPT is trained on random tokens, with its forward and backward passes. What is measured is
-processor time, so that other work on the machine hardly counts. Targets are in brackets.
+Every optimizer steps in turn, on the same gradients, in rounds of ten steps, in which SOAP refreshes its bases once.
+KronLODO does so less and less often (`lodo.kron.intervals`): the small case is a run of 3,000 steps, as long as that of
+the small transformer of `lodo run networks`, and its first 200 steps are shown beside it. A character GPT is trained on random tokens, with its
+forward and backward passes. What is measured is processor time, so that other work on the machine hardly counts.
+Targets are in brackets.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ TARGETS = {
 }
 AT_LEAST = {"chars/adamw"}
 LABELS = {
-    "small/own_soap": "116k weights in 25 tensors: a step over the same without gains and gate (own SOAP)",
+    "small/own_soap": "116k weights in 25 tensors, 3,000 steps: over the same without gains and gate (own SOAP)",
     "small/soap": "... over pytorch_optimizer's SOAP",
     "small/adam_fused": "... over torch.optim.Adam(fused=True)",
+    "small_at_first/soap": "the same in the first 200 steps: over pytorch_optimizer's SOAP",
+    "small_at_first/adam_fused": "... over torch.optim.Adam(fused=True)",
     "gpt2_block/own_soap": "a block of GPT-2 small, 7.1 million weights: a step over own SOAP",
     "gpt2_block/soap": "... over pytorch_optimizer's SOAP",
     "gpt2_block/adam_fused": "... over torch.optim.Adam(fused=True)",
@@ -70,8 +74,8 @@ RIVALS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
-def ratios(shapes: Shapes, rounds: int) -> dict[str, float]:
-    """The time of ten steps of KronLODO over that of each rival."""
+def measured(shapes: Shapes, rounds: int) -> dict[str, list[float]]:
+    """The seconds of ten steps of every optimizer, in every round."""
     rng = torch.Generator().manual_seed(0)
     opts = {}
     for name, make in RIVALS.items():
@@ -86,8 +90,13 @@ def ratios(shapes: Shapes, rounds: int) -> dict[str, float]:
                 p.grad = g
             opt.step()
 
-    seconds = in_turn({name: partial(ten_steps, name) for name in opts}, rounds)
-    return {name: median(map(truediv, seconds["kron"], values)) for name, values in seconds.items() if name != "kron"}
+    return in_turn({name: partial(ten_steps, name) for name in opts}, rounds)
+
+
+def ratios(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """The time of KronLODO over that of each rival."""
+    ours = sum(seconds["kron"])
+    return {name: ours / sum(values) for name, values in seconds.items() if name != "kron"}
 
 
 def in_turn(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
@@ -157,9 +166,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/kron.json"), help="where the JSON goes")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = {f"small/{k}": v for k, v in ratios(SMALL, args.repeats or (5 if args.quick else 30)).items()}
+    seconds = measured(SMALL, args.repeats or (5 if args.quick else 300))
+    found = {f"small/{k}": v for k, v in ratios(seconds).items()}
+    at_first = {name: values[:20] for name, values in seconds.items()}
+    found |= {f"small_at_first/{k}": v for k, v in ratios(at_first).items()}
     if not args.quick:
-        found |= {f"gpt2_block/{k}": v for k, v in ratios(block(768), args.repeats or 3).items()}
+        found |= {f"gpt2_block/{k}": v for k, v in ratios(measured(block(768), args.repeats or 3)).items()}
     found["chars/adamw"] = training_ratio(args.repeats or (2 if args.quick else 10))
     found["bytes_a_weight"] = bytes_a_weight(GPT2)
     found["bytes_a_weight/bfloat16"] = bytes_a_weight(GPT2, "bfloat16")
