@@ -4,10 +4,10 @@
     python benchmarks/kron.py --quick          fewer repeats, no block of GPT-2
 
 Every optimizer steps in turn, on the same gradients, in rounds of ten steps, in which SOAP refreshes its bases once.
-KronLODO does so less and less often (`lodo.kron.intervals`): the small case is a run of 3,000 steps, as long as that of
-the small transformer of `lodo run networks`, and its first 200 steps are shown beside it. A character GPT is trained on random tokens, with its
-forward and backward passes. What is measured is processor time, so that other work on the machine hardly counts.
-Targets are in brackets.
+KronLODO does so less and less often (`lodo.kron_step.intervals`): the small case is a run of 3,000 steps, as long as
+that of the small transformer of `lodo run networks`, and its first 200 steps are shown beside it. A character GPT is
+trained on random tokens, with its forward and backward passes. What is measured is processor time, so that other work
+on the machine hardly counts. Targets are in brackets.
 """
 
 from __future__ import annotations

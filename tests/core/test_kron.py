@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 import lodo.engines.numba.kron
-import lodo.kron
 import lodo.kron_state
+import lodo.kron_step
 from kron_oracle import KronOracle
 from lodo import KronLODO
 
@@ -391,7 +391,7 @@ def test_changes_of_large_matrices_are_added_where_these_lie(options, monkeypatc
     large, small = drawn(shapes), drawn(shapes)
     large[-1].data = large[-1].data.T.contiguous().T  # which cannot be
     run(KronLODO(small, **options), small, 12)
-    monkeypatch.setattr(lodo.kron, "ADDED_FROM", 1)
+    monkeypatch.setattr(lodo.kron_step, "ADDED_FROM", 1)
     monkeypatch.setattr(torch, "_foreach_add_", added := Recorder(torch._foreach_add_))
     run(KronLODO(large, **options), large, 12)
     assert apart(large, small) < 1e-10
@@ -409,7 +409,7 @@ def test_half_a_covariance_is_a_whole_one(shape, monkeypatch):
     halves, whole = drawn([shape, shape]), drawn([shape, shape])
     opt, plain = KronLODO(halves), KronLODO(whole)
     run(plain, whole, 12)
-    monkeypatch.setattr(lodo.kron, "HALVED_FROM", 5)
+    monkeypatch.setattr(lodo.kron_step, "HALVED_FROM", 5)
     run(opt, halves, 12)
     assert apart(halves, whole) < 1e-10
     A = opt.state[halves[0]]["left_covariance" if shape[0] > 5 else "right_covariance"]

@@ -9,7 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn import Parameter
 
-import lodo.kron
+import lodo.kron_learning
+import lodo.kron_step
 from fake_cuda import fake_cuda
 from lodo import KronLODO
 
@@ -57,10 +58,15 @@ def test_a_tensor_lr_stays_on_the_device():
 # ---------------------------------------------------------------- the same numbers, with values
 
 
+def without_host(monkeypatch):
+    for module in (lodo.kron_learning, lodo.kron_step):
+        monkeypatch.setattr(module, "is_host", lambda device: False)
+
+
 @pytest.fixture
 def as_if_on_a_device(monkeypatch):
     """The decision stays a tensor on the CPU too."""
-    monkeypatch.setattr(lodo.kron, "is_host", lambda device: False)
+    without_host(monkeypatch)
 
 
 def trained(steps, bad=None, **options):
@@ -81,7 +87,7 @@ def trained(steps, bad=None, **options):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_numbers_on_a_device_give_the_same_run(name, monkeypatch):
     expected, _ = trained(15, **OPTIONS[name])
-    monkeypatch.setattr(lodo.kron, "is_host", lambda device: False)
+    without_host(monkeypatch)
     found, opt = trained(15, **OPTIONS[name])
     assert opt._refused is not None
     for a, b in zip(found, expected, strict=True):

@@ -1,7 +1,8 @@
 """What KronLODO does to every number of a weight, fused for CPUs in two passes.
 
-As `lodo.kron.sums_of` and `lodo.kron.direction`. Parameters lie one after the other and are cut into pieces. Sums are
-taken piece by piece, so that results depend neither on the number of threads nor much on the size of a parameter.
+As `lodo.kron_step.sums_of` and `lodo.kron_step.direction`. Parameters lie one after the other and are cut into pieces.
+Sums are taken piece by piece, so that results depend neither on the number of threads nor much on the size of a
+parameter.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lodo.kron import orthogonal
+from lodo.kron_step import orthogonal
 from lodo.lab.optimizers.base import Closure, ElementwiseOptimizer, OwnOptimizer
 from lodo.lab.tasks import Task
 

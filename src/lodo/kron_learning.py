@@ -1,0 +1,144 @@
+"""What KronLODO learns, one gain c and one gate w for each tensor, and the bounds that keep c awake.
+
+Gains and gates of all parameters are entries of short vectors: tensors on a device, arrays on the CPU, because NumPy
+takes a fraction of torch's time for them. The functions here take either.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lodo.group import Options
+from lodo.kron_state import FIRST
+from lodo.meta import BETA2, adam_step
+from lodo.scalars import Flag, Scalar, largest, logarithm, over, where
+
+CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
+GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
+LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
+OUTLIER = 5.0  # how many times as long as recent gradients one may be
+WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
+
+
+def library(x: Any) -> Any:
+    """What has the functions for an array or for a tensor; what is used here has the same names in both.
+
+    >>> library(np.ones(1)).__name__, library(torch.ones(1)).__name__
+    ('numpy', 'torch')
+    """
+    return torch if isinstance(x, Tensor) else np
+
+
+def power(beta: float, t: Any) -> Any:
+    """``beta ** t`` of arrays, or of tensors: of those through NumPy, because in torch an entry's place matters.
+
+    >>> power(0.5, torch.tensor([1.0, 2.0]))
+    tensor([0.5000, 0.2500])
+    """
+    return torch.from_numpy(beta ** t.numpy()) if isinstance(t, Tensor) and is_host(t.device) else beta**t
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether numbers on a device are there at once."""
+    return device.type == "cpu"
+
+
+def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
+    """What replaces the old value: the new one, unless a device refuses the step."""
+    return torch.where(ok, new, old) if isinstance(ok, Tensor) else new
+
+
+def learn_from_last_step(options: Options, numbers: dict[str, Any], sums: Any, rise: Scalar, ok: Flag) -> None:
+    """Update c and w with the cosines of X with the last step's S and D."""
+    XX, XN, XU = sums
+    XS, XD = (XU + numbers["gate"] * (XN - XU), XN - XU) if "gate" in numbers else (XN, XU)  # which is 0
+    scale = XX**0.5 * numbers["length"]  # |X| |S|
+    scale = library(scale).where(scale > 0, scale, math.inf)
+    learn(options, numbers, XS / scale, XD / scale, rise, ok)
+
+
+def learn(options: Options, numbers: dict[str, Any], alignment: Any, gate_slope: Any, rise: Scalar, ok: Flag) -> None:
+    """Update c and w, where there was a last step."""
+    t = numbers["step"]
+    xp = library(t)
+    learning = (t > 0) & ok
+    if "gain" in numbers:
+        behind = numbers["gain_highest"] < logarithm(over(FIRST, options["peak_lr"]))
+        rate = options["meta_lr"] * xp.where(behind, CATCHING_UP, xp.ones_like(t))
+        c = _learned(numbers, "gain", -alignment, rate, learning, GAIN_BETA2)
+        fall, ceiling = bounds(options, t)
+        c = xp.minimum(settled(c, rise), ceiling)
+        highest = xp.maximum(settled(numbers["gain_highest"], rise), c)
+        numbers["gain_highest"][:] = kept(ok, highest, numbers["gain_highest"])
+        numbers["gain"][:] = kept(ok, xp.maximum(c, highest - fall).clip(-WIDEST, WIDEST), numbers["gain"])
+    if "gate" in numbers:
+        numbers["gate"][:] = _learned(numbers, "gate", -gate_slope, options["gate_lr"], learning).clip(0, 1)
+
+
+def settled(c: Any, rise: Scalar) -> Any:
+    """c after a warm-up has raised lr: what c has gained already is not multiplied by it.
+
+    >>> settled(torch.tensor([3.0, 1.0, -1.0]), 2.0)
+    tensor([ 1.,  0., -1.])
+    """
+    return library(c).maximum(c.clip(max=0), c - rise)
+
+
+def _learned(numbers: dict[str, Any], name: str, slope: Any, rate: Any, learning: Any, beta2: float = BETA2) -> Any:
+    """The new value of a learned number; Adam's moments of it are updated."""
+    t = numbers["step"]
+    before = value, first, second = [numbers[each] for each in (name, f"{name}_exp_avg", f"{name}_exp_avg_sq")]
+    after = adam_step((*before, t - 1 + (t == 0)), slope, rate, beta2)
+    where = library(t).where
+    first[:], second[:] = where(learning, after[1], first), where(learning, after[2], second)
+    return where(learning, after[0], value)
+
+
+def follow_rate(options: Options) -> Scalar:
+    """Note the highest lr so far, and count the steps in which a schedule keeps lr below it.
+
+    Returns:
+        By how much the logarithm of the highest lr has risen, as it does in a warm-up; 0 at first.
+    """
+    lr, before = options["lr"], options["peak_lr"]
+    options["peak_lr"] = peak = largest(before, lr)
+    options["scheduled"] = options["scheduled"] + (lr < peak)
+    return where(before > 0, logarithm(over(peak, where(before > 0, before, 1.0))), 0.0)
+
+
+def bounds(options: Options, t: Any) -> tuple[Any, Any]:
+    """How far c may fall below its highest, and how high it may rise.
+
+    Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
+    falls no faster than 1 / (1 + t / anneal) from its highest, where t counts steps at a constant lr: once a schedule
+    takes lr down, annealing is its job, and what lr has fallen counts.
+    On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
+    So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise.
+    """
+    lr, peak = options["lr"], options["peak_lr"]
+    ceiling = logarithm(over(largest(LONGEST, peak), peak))
+    if not options["anneal"]:
+        return 0 * t + math.inf, ceiling + 0 * t
+    annealed = library(t).log1p((t - options["scheduled"]).clip(min=0) / options["anneal"])
+    fall = (annealed - logarithm(over(peak, lr))).clip(min=0)
+    return fall, ceiling - fall
+
+
+def trust(norm_sq: Any, t: Any, squares: Any, b2: float) -> Any:
+    """1, or what shortens a gradient to `OUTLIER` times the recent ones, given its square and their average.
+
+    A gradient that is a thousand times too long would otherwise rule V and the covariances for hundreds of steps, and M
+    for longer.
+
+    >>> trust(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 100.0]), 0.5)
+    tensor([1.0000, 0.5000])
+    """
+    limit = OUTLIER**2 * norm_sq / (1 - power(b2, t) + (t == 0))  # 0 before the first step
+    is_outlier = (limit > 0) & (squares > limit)
+    where = library(t).where
+    return where(is_outlier, limit / where(is_outlier, squares, 1), 1) ** 0.5
