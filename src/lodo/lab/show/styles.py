@@ -17,6 +17,7 @@ Dashes = str | tuple[int, ...]  # "-", ":", "--", or the lengths of strokes and 
 _STYLES: dict[str, tuple[str, Dashes]] = {
     "LODO": (BLUE, "-"),
     "KronLODO": ("#ee3377", "-"),
+    "KronLODO untouched": ("#ee3377", (5, 1)),
     "Adam": ("#e69f00", "-"),
     "Momentum": (GREEN, "-"),
     "RMSprop": ("#cc79a7", "-"),

@@ -40,16 +40,22 @@ class TunedTrack(NetworksExperiment):
         """The optimizers that are tuned."""
         return entrants(request)
 
+    def untouched(self, request: Request) -> list[Entrant]:
+        """The optimizers that are shown at their library's defaults: ours, beside itself tuned."""
+        return [Entrant(f"{OURS} untouched", each.choice) for each in entrants(request) if each.label == OURS]
+
     def reporting(self, request: Request) -> list[Entrant]:
         """The optimizers whose results are shown."""
-        return entrants(request)
+        return [*self.tuned(request), *self.untouched(request)]
 
     def plan(self, request: Request) -> Plan:
-        """The grid, on the tuning seed."""
+        """The grid on the tuning seed, and what is untouched on the seeds that report."""
         plan: Plan = {}
         for name in workloads(request):
             for entrant in self.tuned(request):
                 plan |= self.tuning_cells(request, name, entrant, grid(grid_size(request)))
+            for entrant in self.untouched(request):
+                plan |= self.report_cell(request, name, entrant, Trial(0, CONSTANT))
         return plan
 
     def further(self, request: Request, results: Results) -> Plan:
@@ -146,6 +152,8 @@ class TunedTrack(NetworksExperiment):
             f"Each optimizer had {2 * number} trials a task on seed 0, which reports nothing: {number} rates around "
             "the library's default, sqrt(10) apart, each constant and with a cosine to zero. The lowest training loss "
             "over the last 10 % was chosen. Where it was at the edge of the rates, up to 3 more were tried.",
+            f"{OURS} untouched has its default setting and no schedule. To compare two optimizers with each other, "
+            "divide their means.",
         ]
 
     def about(self, request: Request) -> str:
@@ -164,16 +172,8 @@ class UntouchedTrack(TunedTrack):
     def tuned(self, request: Request) -> list[Entrant]:
         return [Entrant(TUNED, replace(self.named["adamw"], title=TUNED))]
 
-    def reporting(self, request: Request) -> list[Entrant]:
-        return [*self.tuned(request), *entrants(request)]
-
-    def plan(self, request: Request) -> Plan:
-        """AdamW's grid on the tuning seed, and everything else as it comes on the seeds that report."""
-        plan = super().plan(request)
-        for name in workloads(request):
-            for entrant in entrants(request):
-                plan |= self.report_cell(request, name, entrant, Trial(0, CONSTANT))
-        return plan
+    def untouched(self, request: Request) -> list[Entrant]:
+        return entrants(request)
 
     def _about_settings(self, number: int) -> list[str]:
         return [
