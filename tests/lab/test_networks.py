@@ -6,6 +6,7 @@ import json
 import math
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -46,7 +47,7 @@ from lodo.lab.experiments.beyond.networks.trials import (
 from lodo.lab.optimizers import Choice
 from lodo.lab.page.commands import run_command
 from lodo.lab.page.results import read_results
-from lodo.lab.run import Curve, Run
+from lodo.lab.run import Curve, Run, read_metadata
 from lodo.lab.tasks import find_task
 
 STEPS_OF_A_TOY = 12
@@ -311,13 +312,22 @@ def test_tuning_in_two_stages_stops_and_resumes(tmp_path):
     ]
     for metric in (TRAINING, VALIDATION, overall_metric(TRAINING), "settings that were chosen on the tuning seed"):
         assert tables[0][metric, "KronLODO"] == tables[1][metric, "KronLODO"] is not None
+    ours = [run for run in settings_of(part) if run["optimizer"] == "kron_lodo" and "schedule" not in run]
+    untouched = {run["seed"] for run in ours if run["options"] == {"lr": 3e-3}}
+    assert untouched == {0, 1, 2}, "a trial on seed 0, and what is untouched on those that report"
     assert max(len(line) for line in said.splitlines() if line.startswith("─")) <= 80  # the rules of tables
     stored = read_results(experiments.load("networks"), part)
     assert not stored.missing
-    assert {row.optimizer for row in stored.rows} == {"AdamW", "KronLODO"}
+    assert {row.optimizer for row in stored.rows} == {"AdamW", "KronLODO", "KronLODO untouched"}
     command = run_command(stored.experiment, stored.request, part, stored.results)
     assert command.startswith("lodo run networks --quick --tasks mlp --steps 12")
     assert "--data digits" in command
+
+
+def settings_of(out):
+    """The settings of all finished runs."""
+    found = (pq.read_schema(path) for path in (out / "runs").glob("*.parquet"))
+    return [read_metadata(schema)["settings"] for schema in found]
 
 
 def test_the_page_shows_what_is_there_and_says_what_is_missing(tmp_path):
