@@ -89,7 +89,7 @@ def test_the_grid_is_extended_at_an_edge_and_no_further_than_allowed():
     added = []
     while (power := next_power(losses, 5)) is not None:
         added.append(power)
-        losses |= {Trial(power, schedule): float(-power) for schedule in ("constant", "cosine")}
+        losses |= {Trial(power, schedule): float(-power) for schedule in ("constant", "warmup_cosine")}
     assert added == [3, 4, 5]
     assert len(added) == MORE
     assert edge(losses) == 1
@@ -101,9 +101,9 @@ def test_the_grid_is_not_extended_when_the_best_is_between_others():
     assert next_power(losses, 5) is None
     losses |= {trial: abs(trial.power + 3.0) for trial in grid(5)}
     assert next_power(losses, 5) == -3
-    losses |= {Trial(-3, "constant"): 0.5, Trial(-3, "cosine"): 2.0}
+    losses |= {Trial(-3, "constant"): 0.5, Trial(-3, "warmup_cosine"): 2.0}
     assert next_power(losses, 5) == -4
-    losses |= {Trial(-4, "constant"): 0.6, Trial(-4, "cosine"): 2.0}
+    losses |= {Trial(-4, "constant"): 0.6, Trial(-4, "warmup_cosine"): 2.0}
     assert next_power(losses, 5) is None
     assert best(losses) == Trial(-3, "constant")
 
@@ -118,11 +118,11 @@ def test_trials_belong_together_only_if_the_grid_is_whole():
     losses = tried(results, "mlp", entrant, 3)
     assert losses.keys() == set(grid(3))  # the best is at the edge, but no further rate has been tried
     assert next_power(losses, 3) == 2
-    for trial in (Trial(2, "constant"), Trial(2, "cosine")):
+    for trial in (Trial(2, "constant"), Trial(2, "warmup_cosine")):
         results[tuning_cell(entrant, "mlp", trial)] = [curve([9.0] * 20)]
     assert len(tried(results, "mlp", entrant, 3)) == 8
     assert next_power(tried(results, "mlp", entrant, 3), 3) is None
-    del results[tuning_cell(entrant, "mlp", Trial(0, "cosine"))]
+    del results[tuning_cell(entrant, "mlp", Trial(0, "warmup_cosine"))]
     assert tried(results, "mlp", entrant, 3) == {}
 
 

@@ -150,8 +150,9 @@ class TunedTrack(NetworksExperiment):
     def _about_settings(self, number: int) -> list[str]:
         return [
             f"Each optimizer had {2 * number} trials a task on seed 0, which reports nothing: {number} rates around "
-            "the library's default, sqrt(10) apart, each constant and with a cosine to zero. The lowest training loss "
-            "over the last 10 % was chosen. Where it was at the edge of the rates, up to 3 more were tried.",
+            "the library's default, sqrt(10) apart, each constant and with a warm-up over a twentieth of the run and a "
+            "cosine to zero. The lowest training loss over the last 10 % was chosen. Where it was at the edge of the "
+            "rates, up to 3 more were tried.",
             f"{OURS} untouched has its default setting and no schedule. To compare two optimizers with each other, "
             "divide their means.",
         ]
