@@ -227,6 +227,25 @@ def test_finished_runs_and_duplicates_cost_nothing(tmp_path):
     assert heard == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("foo", "missing port number in address 'foo'"),
+        ("tcp://127.0.0.1:1", "[Errno "),
+        ("http://localhost:8786", "unknown address scheme 'http'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run bowl --quick", "compare bowl", "tune bowl --optimizer adam"])
+def test_a_scheduler_that_does_not_answer_is_one_error(command, address, reason, tmp_path):
+    result = CliRunner().invoke(app, [*command.split(), "--scheduler", address, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert not result.stdout
+    assert result.stderr.startswith("error: scheduler must be the address of a running Dask scheduler, such as tcp://")
+    assert f"got '{address}': {reason}" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_workers_must_not_be_negative(tmp_path):
     with pytest.raises(ValueError, match="workers must be an integer >= 0, got -1"):
         sweep([Run("rosenbrock", "adam", 0, 50)], tmp_path, workers=-1)

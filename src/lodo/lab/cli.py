@@ -353,6 +353,7 @@ def tune(
         from rich.progress import Progress
 
         from lodo.lab.data import using
+        from lodo.lab.executor import check_scheduler
         from lodo.lab.tuning.outcome import run_search
         from lodo.lab.tuning.report import write_outcome
         from lodo.lab.tuning.search import plan_search
@@ -369,6 +370,8 @@ def tune(
                 seed=seed,
                 task_options=task_options,
             )
+            if scheduler is not None:
+                check_scheduler(scheduler)
             address = storage or f"sqlite:///{out / 'tuning.db'}"
             typer.echo(f"study {search.name} in {without_password(address)}")
             console = Console()

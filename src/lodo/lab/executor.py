@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ import dask
 import distributed
 import psutil
 from dask.system import CPU_COUNT
+from distributed.comm.addressing import get_address_host_port
 
 from lodo._checks import check_int
 from lodo.lab import plugins
@@ -36,6 +38,7 @@ from lodo.lab.files import check_folder
 from lodo.lab.interrupts import cleaning_up
 from lodo.lab.run import Curve, Run, execute, load_curve
 
+_CONNECT = 10.0  # seconds in which a scheduler must answer
 _REPORT_EVERY = 0.5  # seconds between a worker's messages about one run
 _DASK = {
     "distributed.scheduler.allowed-failures": 20,  # workers that may die during a run before it is given up
@@ -101,6 +104,26 @@ def sweep(
         executor.submit(todo)
         while executor.pending:
             executor.wait()
+
+
+def check_scheduler(address: str) -> None:
+    """Check that something answers at the address of a Dask scheduler.
+
+    >>> check_scheduler("foo")
+    Traceback (most recent call last):
+    ...
+    ValueError: scheduler must be the address of a running Dask scheduler, such as tcp://host:8786, got 'foo': missing \
+port number in address 'foo'
+    """
+    if address.startswith(("inproc://", "ucx://")):  # no sockets
+        return
+    try:
+        socket.create_connection(get_address_host_port(address), timeout=_CONNECT).close()
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"scheduler must be the address of a running Dask scheduler, such as tcp://host:8786, got {address!r}: "
+            f"{error}"
+        ) from error
 
 
 def load_finished(run: Run, folder: Path) -> Curve:

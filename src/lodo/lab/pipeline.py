@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column
 
 from lodo._checks import check_int
-from lodo.lab.executor import OnProgress, load_finished, sweep
+from lodo.lab.executor import OnProgress, check_scheduler, load_finished, sweep
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, environments, step_time
 from lodo.lab.files import check_folder, write_atomically
 from lodo.lab.run import Curve, Run
@@ -47,6 +47,8 @@ def run_experiment(
     if workers is not None:
         check_int("workers", workers, low=0)  # before a folder is made
     check_folder("out", folder)
+    if scheduler is not None:
+        check_scheduler(scheduler)
     for line in experiment.needs(request):
         console.print(line, markup=False, highlight=False)
     results: dict[Cell, list[Curve]] = {}
