@@ -74,6 +74,26 @@ def hint(value: object, allowed: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def check_group(group: object, owner: str, options: Iterable[str], elsewhere: Iterable[str]) -> None:
+    """Check that a parameter group is a dict, without options of the whole optimizer and without misspelled ones.
+
+    Names of your own, such as "name", are let through.
+
+    >>> check_group({"weigth_decay": 0.1}, "KronLODO", ["lr", "weight_decay"], ["backend"])
+    Traceback (most recent call last):
+    ...
+    ValueError: weigth_decay is not an option of a group (got 0.1); did you mean 'weight_decay'?
+    """
+    if not isinstance(group, dict):
+        raise TypeError(f"param_group must be a dict, got {type(group).__name__}")
+    options, elsewhere = set(options), set(elsewhere)
+    for name, value in group.items():
+        if name in elsewhere:
+            raise ValueError(f"{name} is not an option of a group (got {value!r}); pass it to {owner}")
+        if name not in options and (close := difflib.get_close_matches(name, options, n=1, cutoff=0.85)):
+            raise ValueError(f"{name} is not an option of a group (got {value!r}); did you mean {close[0]!r}?")
+
+
 def check_bool(name: str, value: object) -> None:
     """Check that ``value`` is True or False.
 

@@ -69,6 +69,10 @@ def memory_estimate(
         >>> memory_estimate(94_696, recipe="robust").moments // 94_696  # in bfloat16
         512
     """
+    if isinstance(n, torch.nn.Module):
+        raise TypeError(
+            "n must be the number of weights, got a module; KronLODO(...).memory_estimate() is for KronLODO"
+        )
     check_int("n", n, low=0)
     check_choice("backend", backend, BACKENDS)
     chosen = from_recipe(

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from lodo._checks import check_bool, check_choice, check_int
+from lodo._checks import check_bool, check_choice, check_group, check_int
 from lodo.checkpoint import completed, load_between
 from lodo.distributed import check_sync, is_distributed, local
 from lodo.engines import check_backend
@@ -69,8 +69,8 @@ class KronLODO(Optimizer):
 
     Args:
         params: parameters, named parameters or parameter groups.
-        lr: where the gains start, 3e-3 at most: from there they rise if it pays, and a too large ``lr`` does no harm.
-            Any scheduler may change it.
+        lr: the first steps are this long, but no longer than 3e-3, however large ``lr`` is. From there gains make them
+            longer or shorter, as it pays. Any scheduler may change it.
         meta_lr: the rate at which the log-gains are learned.
         betas: the decays of the averages M and V, of M at the start of the run (see ``averaging``); the second is that
             of the covariances too.
@@ -104,8 +104,10 @@ class KronLODO(Optimizer):
         check_sync_every: compare what all ranks hold copies of every so many steps, and raise an error that names the
             rank that differs. None compares nothing.
 
-    All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. If work is
-    divided, `step`, `state_dict` and `load_state_dict` have to be called on every rank.
+    All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. A group also has
+    ``steps``, ``peak_lr`` and ``scheduled``: how many steps it has taken, its highest ``lr`` so far, and in how many
+    steps ``lr`` was below that. If work is divided, `step`, `state_dict` and `load_state_dict` have to be called on every
+    rank.
 
     Example:
         >>> import torch
@@ -291,11 +293,7 @@ class KronLODO(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; allowed at any time."""
-        if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        for name in ("backend", "nonfinite", "distribute", "check_sync_every"):
-            if name in param_group:
-                raise ValueError(f"{name} is not an option of a group (got {param_group[name]!r}); pass it to KronLODO")
+        check_group(param_group, "KronLODO", self.defaults, ("backend", "nonfinite", "distribute", "check_sync_every"))
         if "state_dtype" in param_group:
             param_group["state_dtype"] = spelled_dtype(param_group["state_dtype"])
         check_options({**self.defaults, **param_group})

@@ -117,12 +117,14 @@ def _gated(options: Options) -> bool:
 def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
     """Raise an error unless a loaded state belongs to these groups."""
     theirs = loaded["param_groups"]
+    if any("basis" not in other or "gains" not in other for other in theirs):
+        raise ValueError("the state must be one of KronLODO, got that of another optimizer")
     if len(theirs) != len(groups):
-        raise ValueError(f"the state has {len(theirs)} parameter groups, this optimizer {len(groups)}")
+        raise ValueError(f"the state has {len(theirs)} parameter groups, this optimizer has {len(groups)}")
     for index, (ours, other) in enumerate(zip(groups, theirs, strict=True)):
         if len(other["params"]) != len(ours["params"]):
             raise ValueError(
-                f"group {index} of the state has {len(other['params'])} parameters, ours {len(ours['params'])}"
+                f"group {index} of the state has {len(other['params'])} parameters, ours has {len(ours['params'])}"
             )
         other = {"state_dtype": None, "guard": True, **other}  # which states saved before there were these lack
         for name in ("basis", "gains", "gate", "max_dim", "guard", "state_dtype"):
@@ -277,8 +279,8 @@ def check_options(options: Options) -> None:
             f"got {options['state_dtype']!r}"
         )
     check_real("averaging", options["averaging"], low=0.0, high=1.0)
-    if options["anneal"] != math.inf:
-        check_real("anneal", options["anneal"], low=0.0)
+    if not isinstance(options["anneal"], (int, float)) or not options["anneal"] >= 0:
+        raise ValueError(f"anneal must be a number >= 0 or math.inf, got {options['anneal']!r}")
     check_int("max_dim", options["max_dim"], low=0)
     check_int("refresh_every", options["refresh_every"], low=1)
 

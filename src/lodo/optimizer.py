@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from lodo import algorithm, refusal
-from lodo._checks import check_choice, check_int
+from lodo._checks import check_choice, check_group, check_int
 from lodo.checkpoint import Resumable
 from lodo.engines import BACKENDS
 from lodo.estimate import as_family
@@ -27,7 +27,7 @@ from lodo.families import Preconditioner
 from lodo.group import Group, Options, check_params
 from lodo.inspect import Inspectable
 from lodo.meta import MetaOptimizer
-from lodo.recipes import as_meta_optimizer, complete, from_recipe
+from lodo.recipes import MOMENTA, as_meta_optimizer, complete, from_recipe
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
@@ -229,6 +229,11 @@ class LODO(Inspectable, Resumable):
         moving = [p.grad is not None for p in options["params"]]
         if True not in moving:
             return None
+        if options["momentum"] not in MOMENTA:
+            raise ValueError(
+                f"momentum of group {group.index} must be one of {', '.join(map(repr, MOMENTA))}, got "
+                f"{options['momentum']!r}; give a scheduler that has changed it cycle_momentum=False"
+            )
         if not group.n:
             self._note_empty(group, options)
             return None
@@ -244,11 +249,7 @@ class LODO(Inspectable, Resumable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with a fresh network of its own; allowed at any time."""
-        if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        for name in _OF_THE_OPTIMIZER:
-            if name in param_group:
-                raise ValueError(f"{name} is not an option of a group (got {param_group[name]!r}); pass it to LODO")
+        check_group(param_group, "LODO", self.defaults, _OF_THE_OPTIMIZER)
         family = self._family(param_group.get("preconditioner"))
         options = {**self.defaults, **param_group, "preconditioner": repr(family)}
         index = len(self.param_groups)

@@ -19,7 +19,7 @@ import lodo.engines.numba.kron
 import lodo.kron_state
 import lodo.kron_step
 from kron_oracle import KronOracle
-from lodo import KronLODO
+from lodo import LODO, KronLODO
 
 SHAPES = [(5, 3), (5, 3), (4, 3, 2, 2), (1, 6), (7,), (7,), ()]
 
@@ -611,8 +611,9 @@ def test_a_saved_state_is_not_changed_by_later_steps_of_the_one_that_loaded_it()
         (lambda s: s["state"][0]["exp_avg"].fill_(math.nan), "exp_avg that are not finite"),
         (lambda s: s["param_groups"][0].update(gate=False), "gate = False, ours is True"),
         (lambda s: s["param_groups"][0].update(state_dtype="bfloat16"), "state_dtype = 'bfloat16', ours is None"),
-        (lambda s: s["param_groups"][0]["params"].pop(), "has 6 parameters, ours 7"),
-        (lambda s: s["param_groups"].pop(), "has 0 parameter groups, this optimizer 1"),
+        (lambda s: s["param_groups"][0]["params"].pop(), "has 6 parameters, ours has 7"),
+        (lambda s: s["param_groups"][0].pop("basis"), "must be one of KronLODO, got that of another optimizer"),
+        (lambda s: s["param_groups"].pop(), "has 0 parameter groups, this optimizer has 1"),
     ],
 )
 def test_damaged_states_are_refused_before_anything_changes(damage, says):
@@ -823,7 +824,8 @@ def test_maximizing_is_minimizing_the_negative():
         ({"weight_decay": -0.1}, "weight_decay must be"),
         ({"basis": "kroneker"}, "basis must be one of 'kronecker', 'orthogonal', 'none', got 'kroneker'; did you mean"),
         ({"gains": "yes"}, "gains must be True or False"),
-        ({"anneal": -1.0}, "anneal must be"),
+        ({"anneal": -1.0}, "anneal must be a number >= 0 or math.inf, got -1.0"),
+        ({"anneal": math.nan}, "anneal must be a number >= 0 or math.inf, got nan"),
         ({"max_dim": 1.5}, "max_dim must be an integer"),
         ({"state_dtype": "float16"}, "state_dtype must be 'bfloat16' or torch.bfloat16, or None .*, got 'float16'"),
         ({"refresh_every": 0}, "refresh_every must be an integer >= 1, got 0"),
@@ -894,3 +896,11 @@ def test_the_memory_is_known_before_the_first_step(options):
     assert estimate.total == sum(value.numel() * value.element_size() for value in kept)
     assert estimate.bases == sum(x.nbytes for p in params for name, x in opt.state[p].items() if "basis" in name)
     assert KronLODO([Parameter(torch.zeros(0))]).memory_estimate().total == 0
+
+
+@pytest.mark.parametrize("make", [KronLODO, LODO])
+def test_a_misspelled_option_of_a_group_is_refused(make):
+    x = Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"weigth_decay is not an option of a group .*did you mean 'weight_decay'"):
+        make([{"params": [x], "weigth_decay": 0.1}])
+    assert make([{"params": [x], "name": "head", "lr_scale": 2}]).param_groups[0]["name"] == "head"

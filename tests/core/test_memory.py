@@ -226,3 +226,8 @@ def test_huge_zeros_is_an_ordinary_tensor(shape):
     a.fill_(1)
     assert a.sum() == a.numel()
     assert torch.equal(a.clone(), a)
+
+
+def test_a_module_is_no_number_of_weights():
+    with pytest.raises(TypeError, match="n must be the number of weights, got a module"):
+        memory_estimate(torch.nn.Linear(2, 1))

@@ -97,6 +97,18 @@ def test_every_scheduler_of_torch_is_listed():
     assert known - set(SCHEDULERS) - {"LRScheduler", "_LRScheduler"} == set()
 
 
+def test_a_scheduler_that_cycles_the_momentum_is_refused():
+    """Torch's default writes numbers into the option momentum, whatever it means to the optimizer."""
+    x = parameter(6)
+    opt = LODO([x], lr=0.3)
+    sched.OneCycleLR(opt, 0.3, total_steps=20)
+    before = x.detach().clone()
+    x.grad = torch.ones(6, dtype=x.dtype)
+    with pytest.raises(ValueError, match=r"momentum of group 0 must be one of .* got 0.95; .* cycle_momentum=False"):
+        opt.step()
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers(name):
     x = parameter(6)
