@@ -104,10 +104,10 @@ class KronLODO(Optimizer):
         check_sync_every: compare what all ranks hold copies of every so many steps, and raise an error that names the
             rank that differs. None compares nothing.
 
-    All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. A group also has
-    ``steps``, ``peak_lr`` and ``scheduled``: how many steps it has taken, its highest ``lr`` so far, and in how many
-    steps ``lr`` was below that. If work is divided, `step`, `state_dict` and `load_state_dict` have to be called on every
-    rank.
+    All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. A group also
+    has ``steps``, ``peak_lr`` and ``scheduled``: the number of its steps, its highest ``lr`` so far, and the number of
+    steps in which ``lr`` was below that. If work is divided, `step`, `state_dict` and `load_state_dict` have to be called on
+    every rank.
 
     Example:
         >>> import torch
