@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -60,6 +62,34 @@ def test_a_function_of_ones_own(tmp_path):
     assert "Comparison on regression" in text
     assert "To make it again" not in text  # nobody knows the code
     assert not re.search(r"/tmp/|own-\d", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
+
+
+def accuracies():
+    """A parabola whose accuracy is known at the end of every optimizer's runs."""
+    x = Parameter(torch.ones(1))
+    return lambda: x.square().sum(), [x], lambda: {"accuracy": 1 - 0.5 * x.item(), "distance": x.item()}
+
+
+def test_accuracies_are_compared_with_the_highest():
+    found = compare(accuracies, {"still": "torch.SGD(lr=0.0)", "moves": "torch.SGD(lr=0.5)"})  # ends in the minimum
+    tables = {row.metric: row.columns[2] for row in found.rows}
+    assert tables["accuracy at the end"] == "against the highest"
+    assert tables[LOSS] == tables[TIME] == tables["distance at the end"] == "against the lowest"
+    cells = {row.optimizer: row.cells[2] for row in found.rows if row.metric == "accuracy at the end"}
+    assert cells == {"still": "-50.0 %", "moves": ""}
+    summary_row = next(row for row in found.rows if row.metric == "accuracy at the end")
+    assert Comparison("bowl").read_row(asdict(summary_row)) == summary_row
+
+
+def test_files_are_named_only_if_they_are_kept(tmp_path):
+    text = io.StringIO()
+    compare(regression, "adam", seeds=1, console=Console(file=text, width=200))
+    assert TIME in text.getvalue()
+    assert not re.search(r"summary\.json|table\.md|png|/lodo-", text.getvalue())
+    compare("rosenbrock", "adam", seeds=1, out=tmp_path, console=Console(file=text, width=200))
+    named = re.findall("^wrote (.*)$", text.getvalue(), flags=re.MULTILINE)
+    folder = tmp_path / "compare-rosenbrock"
+    assert set(named) == {str(path) for path in folder.iterdir() if path.suffix in (".json", ".md", ".png")}
 
 
 def test_all_optimizers_start_alike_and_seeds_differ():

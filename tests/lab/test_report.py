@@ -85,7 +85,7 @@ def results(tmp_path_factory):
 @pytest.fixture(scope="session")
 def page(results, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    assert "4 of 21 parts are there" in invoke("report", results, "-o", path)
+    assert "4 of 21 parts found" in invoke("report", results, "-o", path)
     return path
 
 
@@ -115,16 +115,17 @@ def test_the_page_has_tables_plots_commands_and_versions(page, results):
 def test_what_is_missing_is_one_short_list(page, results):
     text = re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.DOTALL)
     assert re.findall(r'<section id="([\w-]+)"', text) == [
-        "bowl", "rosenbrock", "theory-saddle", "tune-bowl-adam-paper-0", "not-here-yet"
+        "bowl", "rosenbrock", "theory-saddle", "tune-bowl-adam-paper-0", "not-run-yet"
     ]  # fmt: skip
-    listed = text[text.index('<section id="not-here-yet"') :]
+    assert ">Not run yet (17)</a>" in text
+    listed = text[text.index('<section id="not-run-yet"') :]
     for name in experiments.CATALOG.keys() - {"bowl", "rosenbrock"}:
         command = " ".join(experiments.load(name).command)
         taken = read_settings("durations").get(name)
         times = f" ({duration(taken['quick'])}, without --quick {duration(taken['full'])})" if taken else ""
         assert f"<code>{command} --quick --out {results}</code>{times}" in listed
     assert f"<code>lodo theory dynamics --out {results}</code>" in listed
-    assert text.count("not-here-yet") == 4
+    assert text.count("not-run-yet") == 4
     assert "The figure of its trials is missing" in text
 
 
@@ -278,7 +279,7 @@ def test_the_command_of_a_search_that_is_not_known():
 
 def test_the_folder_of_curves_may_be_named_itself(results, tmp_path):
     page = tmp_path / "page.html"
-    assert "4 of 21 parts are there" in invoke("report", results / "runs", "-o", page)
+    assert "4 of 21 parts found" in invoke("report", results / "runs", "-o", page)
 
 
 def test_report_names_a_folder_that_is_not_there(tmp_path):

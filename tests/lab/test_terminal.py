@@ -86,8 +86,13 @@ def test_compare_and_report_keep_their_tables(columns, tmp_path):
         assert any(squeezed(row.replace("|", "")) == squeezed([line]) for line in lines), "\n".join(lines)
     for note in re.findall(r"^- (.*)$", table, flags=re.MULTILINE):
         assert squeezed(note) in text
+    folder = Path("results", "compare-rosenbrock")
+    files = [folder / "summary.json", folder / "table.md", *sorted((tmp_path / folder).glob("*.png"))]
+    assert len(files) > 2
+    for file in files:  # one a line
+        assert f"wrote {folder / file.name}" in lines
     assert squeezed("page: compare.html") in text
-    assert squeezed("parts are there; page: report.html") in text
+    assert squeezed("parts found; page: report.html") in text
     assert lines[-1].startswith("1 of ")
 
 

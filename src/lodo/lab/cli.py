@@ -474,7 +474,7 @@ def report(
         write_page(page, "LODO: the reproduction on one page", sections, f"From the folder {runs}.")
         size = page.stat().st_size / 1e6
         shown = sum(not section.empty for section in sections)
-        typer.echo(f"{shown} of {len(sections)} parts are there; page: {page} ({size:.1f} MB)")
+        typer.echo(f"{shown} of {len(sections)} parts found; page: {page} ({size:.1f} MB)")
 
 
 @app.command(no_args_is_help=True)

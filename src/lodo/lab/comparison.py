@@ -36,7 +36,7 @@ from lodo.lab.tasks import TASKS, Task, check_task, find_task
 from lodo.lab.tasks.base import Problem, task_from_function
 
 LOSS = "loss over the last 10 %, on fresh batches"
-TIME = "microseconds of training for an evaluation, the median, while runs shared the machine"
+TIME = "median microseconds per evaluation"
 
 Maker = Callable[[list[Parameter]], Optimizer]
 
@@ -47,12 +47,19 @@ class ComparedRow(Row):
 
     columns: ClassVar[tuple[str, ...]] = ("optimizer", "mean ± s.d.", "against the lowest", "seeds")
 
-    lowest: float | None = None
+    reference: float | None = None  # the mean of the row that the others are compared with
 
     @property
     def cells(self) -> tuple[str, ...]:
-        above = f"{100 * (self.mean / self.lowest - 1):+.1f} %" if self.mean and self.lowest else ""
-        return self.optimizer, self.ours, above if self.mean != self.lowest else "", self.runs
+        difference = f"{100 * (self.mean / self.reference - 1):+.1f} %" if self.mean and self.reference else ""
+        return self.optimizer, self.ours, difference if self.mean != self.reference else "", self.runs
+
+
+@dataclass(frozen=True)
+class AccuracyRow(ComparedRow):
+    """An accuracy, compared with the highest of its table."""
+
+    columns: ClassVar[tuple[str, ...]] = ("optimizer", "mean ± s.d.", "against the highest", "seeds")
 
 
 class Comparison(Experiment):
@@ -63,7 +70,6 @@ class Comparison(Experiment):
     """
 
     optimizers = "lodo, adam"
-    row = ComparedRow
 
     def __init__(self, task: str) -> None:
         size = Size(evaluations=1_000, seeds=3)
@@ -95,6 +101,9 @@ class Comparison(Experiment):
             rows += _compared_rows(f"{name}, measured once", results, partial(_final, name=name))
         return rows + _compared_rows(TIME, results, lambda curve: step_time([curve]))
 
+    def read_row(self, fields: Mapping[str, Any]) -> Row:
+        return _kind(fields["metric"])(**fields)
+
     def figures(self, request: Request, results: Results) -> list[Figure]:
         groups, first = by_label(results), request.first_axis
         y = Axis("loss", log=_all_positive(results))
@@ -115,7 +124,10 @@ class Comparison(Experiment):
         return f"Lowest loss first: {', '.join(f'{name} {means[name]:.4g}' for name in order)}."
 
     def notes(self, request: Request, results: Results) -> list[str]:
-        return ["Tune every optimizer before you compare: otherwise you compare learning rates."]
+        return [
+            "Tune every optimizer before you compare: otherwise you compare learning rates.",
+            "Times are longer if anything else runs on the machine, such as other workers.",
+        ]
 
     def about(self, request: Request) -> str:
         return f"{self.size(request)}. A step is one evaluation of the loss and its gradient."
@@ -143,8 +155,14 @@ def _compared_rows(metric: str, results: Results, value: Value) -> list[Row]:
         for cell, curves in results.items()
         if any(value(curve) is not None for curve in curves)
     ]
-    lowest = min((row.mean for row in rows if row.mean is not None and row.mean > 0), default=None)
-    return [ComparedRow(**asdict(row), lowest=lowest) for row in rows]
+    means = [row.mean for row in rows if row.mean is not None and row.mean > 0]
+    kind = _kind(metric)
+    reference = (max if kind is AccuracyRow else min)(means, default=None)
+    return [kind(**asdict(row), reference=reference) for row in rows]
+
+
+def _kind(metric: str) -> type[ComparedRow]:
+    return AccuracyRow if "accuracy" in metric else ComparedRow
 
 
 def find_experiment(name: str) -> Experiment:
@@ -240,7 +258,7 @@ def compare(
             evaluations=steps, seeds=seeds, choices=choices, task_options=dict(task_options or {})
         )
         folder = Path(scratch if out is None else out)
-        run_experiment(experiment, request, folder, workers=workers, console=console, draw=out is not None)
+        run_experiment(experiment, request, folder, workers=workers, console=console, keep=out is not None)
         stored = read_results(experiment, folder)
         if page is not None:
             spelled = isinstance(task, str) and isinstance(optimizers, str)
@@ -259,7 +277,7 @@ def write_comparison(stored: StoredResults, page: Path, out: Path | None, consol
     """
     command = "" if out is None else run_command(stored.experiment, stored.request, out, stored.results)
     section = experiment_section(stored, out or Path(), command)
-    write_page(page, stored.experiment.title, [section], "Every curve, hidden and shown as you like.")
+    write_page(page, stored.experiment.title, [section], "Click to hide or show curves.")
     console.print(f"page: {page}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -32,13 +32,14 @@ def run_experiment(
     scheduler: str | None = None,
     checkpoint_every: float = 10.0,
     console: Console | None = None,
-    draw: bool = True,
+    keep: bool = True,
 ) -> Path:
     """Run an experiment to its end and return the folder of its results.
 
-    Curves are written to ``out/runs``, which all experiments share; ``summary.json``, ``table.md`` and, unless ``draw``
-    is False, the figures are written to ``out/<name>``. A script that calls this with workers needs the usual
-    ``if __name__ == "__main__":`` around the call.
+    Curves are written to ``out/runs``, which all experiments share; ``summary.json``, ``table.md`` and the
+    figures are written to ``out/<name>``. With ``keep`` False, for a folder that is deleted afterwards, no figures are
+    drawn and no files are named. A script that calls this with workers needs the usual ``if __name__ == "__main__":``
+    around the call.
     """
     console = console or Console()
     request = experiment.settled(request)
@@ -65,9 +66,10 @@ def run_experiment(
         results |= {cell: [load_finished(run, out / "runs") for run in runs] for cell, runs in todo.items()}
         todo = {cell: runs for cell, runs in experiment.further(request, results).items() if cell not in results}
     _write(experiment, request, results, folder, console)
-    if draw:
-        written = _draw(experiment, request, results, folder)
-        console.print(f"figures: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+    if keep:
+        figures = _draw(experiment, request, results, folder)
+        for path in (folder / "summary.json", folder / "table.md", *figures):
+            console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     return folder
 
 
@@ -98,7 +100,6 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
     for note in notes:
         say(f"- {note}")
     say(f"\n{experiment.sentence(rows)}\n", style="bold")
-    say(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", soft_wrap=True)
 
 
 def _draw(experiment: Experiment, request: Request, results: Results, folder: Path) -> list[Path]:
@@ -110,7 +111,7 @@ def _draw(experiment: Experiment, request: Request, results: Results, folder: Pa
 
 
 def _timings(results: Results) -> dict[str, float]:
-    """Microseconds of training for each evaluation, as a median, measured while runs shared the machine."""
+    """Microseconds of training for each evaluation, as a median."""
     return {" ".join(filter(None, cell)): step_time(curves) for cell, curves in results.items()}
 
 

@@ -91,8 +91,9 @@ def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console
         console.print(lay_out(heading, columns, [("", rows)], console.width), soft_wrap=True)
     for note in notes:
         console.print(f"- {note}", markup=False, highlight=False)
-    console.print(f"\nfigure: {picture}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"numbers: {folder / 'summary.json'}, {folder / 'table.md'}", highlight=False, soft_wrap=True)
+    console.print()
+    for path in (folder / "summary.json", folder / "table.md", picture):
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     return settings
 
 
