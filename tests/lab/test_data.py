@@ -596,17 +596,39 @@ def test_without_a_network_the_error_says_what_to_put_where(unreachable, tmp_pat
         assert message in str(error.value)
     write_mnist(tmp_path / "some")
     (tmp_path / "some" / "mnist" / MNIST_FILES[2]).unlink()
-    with using(tmp_path / "some"), pytest.raises(ValueError, match=f"^{MNIST_FILES[2]} is missing in") as error:
+    with using(tmp_path / "some"), pytest.raises(ValueError, match=f"\n{MNIST_FILES[2]} is missing in") as error:
         load_mnist()
     assert FIRST not in str(error.value)
     with using(tmp_path), pytest.raises(ValueError, match=r"are missing in .*cifar-10-batches-bin") as error:
         load_cifar10()
     for message in (*CIFAR10_FILES, unreachable + "cifar-10-binary.tar.gz", "--data digits"):
         assert message in str(error.value)
-    with using(tmp_path), pytest.raises(ValueError, match=r"^shakespeare.txt is missing in .*text") as error:
+    with using(tmp_path), pytest.raises(ValueError, match=r"\nshakespeare.txt is missing in .*text") as error:
         load_text()
     for message in (unreachable + "input.txt", "--data digits"):
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("digit", "; did you mean 'digits'?"), ("Digits", "; did you mean 'digits'?"), ("deep/er", "")]
+)
+def test_a_folder_is_made_only_for_what_is_downloaded(name, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for read in (load_mnist, load_cifar10, load_text):
+        with using(name), pytest.raises(ValueError, match="cannot be downloaded") as error:
+            read()
+        first, second, _ = str(error.value).splitlines()
+        assert first.startswith("data must be a folder with ")
+        assert first.endswith(f"/ or the word 'digits', got {str(tmp_path / name)!r}{meant}")
+        assert second == "--data digits needs no download."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_of_a_file_is_kept_with_its_folder(mirror, tmp_path):
+    mirror.stops = [HALF, 0]
+    with using(tmp_path / "new"), pytest.raises(ValueError, match="cannot be downloaded"):
+        load_mnist()
+    assert (tmp_path / "new" / "mnist" / f"{FIRST}.part").stat().st_size == HALF
 
 
 def test_a_folder_that_cannot_be_written_is_named(mirror, tmp_path):

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
@@ -16,12 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from lodo._checks import hint
 from lodo.lab.data.base import BUNDLED, VARIABLE
 
 if sys.platform != "win32":
     import fcntl
 
 TIMEOUT = 20.0  # seconds without a byte before a connection is given up
+_LOCK = ".lock"
 _CHUNK = 1 << 16  # bytes
 
 
@@ -35,23 +37,36 @@ def download_missing(
     if not _missing(folder, files):
         return
     console = Console(stderr=True)
+    made: list[Path] = []
     try:
+        made += [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         with _exclusively(folder, console), _progress_bars(console) as progress:
             if missing := _missing(folder, files):  # another process may have downloaded them in the meantime
                 download(missing, progress)
     except OSError as error:
+        _remove_empty(made)
         if missing := _missing(folder, files):
             raise ValueError(_advice(folder, missing, source, error)) from error
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders into which nothing was downloaded, the innermost first."""
+    with suppress(OSError):
+        if folders and os.listdir(folders[0]) == [_LOCK]:
+            (folders[0] / _LOCK).unlink()
+        for folder in folders:
+            folder.rmdir()  # fails if there is anything in it
 
 
 def _advice(folder: Path, missing: Sequence[str], source: str, error: OSError) -> str:
     are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
     return (
+        f"data must be a folder with {folder.name}/ or the word {BUNDLED!r}, got {str(folder.parent)!r}"
+        f"{hint(folder.parent.name, [BUNDLED])}\n--data {BUNDLED} needs no download.\n"
         f"{', '.join(missing)} {are} missing in {str(folder)!r} and cannot be downloaded: {error}. "
         f"Get {them} from {source} and put {them} into {str(folder)!r}, or name another folder that contains "
-        f"{folder.name}/, with --data DIR or in the environment variable {VARIABLE}; "
-        f"--data {BUNDLED} needs no download"
+        f"{folder.name}/, with --data DIR or in the environment variable {VARIABLE}"
     )
 
 
@@ -62,7 +77,7 @@ def _missing(folder: Path, files: Sequence[str]) -> list[str]:
 @contextmanager
 def _exclusively(folder: Path, console: Console) -> Iterator[None]:
     """Wait until no other process is downloading into ``folder``; the lock of a killed process is released."""
-    with (folder / ".lock").open("w") as lock:
+    with (folder / _LOCK).open("w") as lock:
         if sys.platform != "win32":
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
