@@ -106,8 +106,8 @@ class KronLODO(Optimizer):
 
     All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. A group also
     has ``steps``, ``peak_lr`` and ``scheduled``: the number of its steps, its highest ``lr`` so far, and the number of
-    steps in which ``lr`` was below that. If work is divided, `step`, `state_dict` and `load_state_dict` have to be called
-    on every rank.
+    steps in which ``lr`` was below that. If work is divided, `step`, `state_dict` and `load_state_dict` have to be
+    called on every rank.
 
     Example:
         >>> import torch
