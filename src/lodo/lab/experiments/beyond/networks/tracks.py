@@ -119,7 +119,7 @@ class TunedTrack(NetworksExperiment):
 
     def sentence(self, rows: Sequence[Row]) -> str:
         parts = []
-        for metric, name in ((TRAINING, "training"), (VALIDATION, "validation")):
+        for metric, name in ((TRAINING, "in training"), (VALIDATION, "in validation")):
             found = {
                 row.optimizer: row.mean
                 for row in rows
@@ -128,15 +128,17 @@ class TunedTrack(NetworksExperiment):
             if not found:
                 continue
             lowest = min(found, key=lambda label: found[label])
-            ours = f"{OURS} {found[OURS]:.3f}, " if OURS in found and lowest != OURS else ""
-            parts.append(f"{name} {ours}the lowest {lowest} {found[lowest]:.3f}")
+            ours = [f"{label} has {found[label]:.3f}" for label in found if label.startswith(OURS) and label != lowest]
+            parts.append(", ".join([f"{name} {lowest} is lowest with {found[lowest]:.3f}", *ours]))
         if not parts:
             return "Nothing to compare: no optimizer but the reference has finished without diverging."
-        return f"Geometric mean of the losses over tuned AdamW's: {'; '.join(parts)}."
+        return f"Geometric means of the losses over tuned AdamW's: {'; '.join(parts)}."
 
     def notes(self, request: Request, results: Results) -> list[str]:
         number = grid_size(request)
+        small = "This is the small size: runs that are this short show how it works, not which optimizer is better."
         return [
+            *([small] if request.options.get("quick") else []),
             *self._about_settings(number),
             "A seed draws the same first weights and the same batches for all optimizers. Differences to AdamW are "
             "taken seed by seed; s.e. is the standard error of the mean.",
@@ -158,7 +160,7 @@ class TunedTrack(NetworksExperiment):
         ]
 
     def about(self, request: Request) -> str:
-        return f"{self.size(request)}, settings chosen on another. Not in the paper."
+        return f"{self.size(request)}, settings chosen on another seed. Not in the paper."
 
 
 class UntouchedTrack(TunedTrack):
