@@ -117,6 +117,8 @@ def padded(size: int) -> int:
 def products_of(p: Tensor, options: Options) -> float:
     """The FLOPs of a step's matrix products for one tensor, those of a refresh spread over the steps between two.
 
+    This is the start of a run: later, refreshes become rarer, and not every gradient enters the covariances.
+
     >>> import torch
     >>> products_of(torch.empty(8, 4), {"basis": "kronecker", "max_dim": 4, "refresh_every": 8})
     880.0
