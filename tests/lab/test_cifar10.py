@@ -489,7 +489,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(images, call, tmp_path, monkeypa
         ({"l2": -1e-4}, r"l2 must be a finite number in \[0.0, inf\), got -0.0001"),
         ({"l2": math.nan}, "l2 must be a finite number"),
         ({"digest": "abc"}, "digest must be that of the data"),
-        ({"layers": 3}, "cifar10 cannot be made with the options"),
+        ({"layers": 3}, "cifar10 has no option 'layers'. Its options: model, "),
     ],
 )
 def test_bad_options_are_named(images, options, said):

@@ -321,7 +321,7 @@ def test_from_python(tmp_path):
         (("bowl-frozen", "--seconds", "3"), "steps must be given"),
         (("bowl", "--hyperparameters", "nowhere.toml"), "hyperparameters must be a TOML file, got 'nowhere.toml'"),
         (("bowl", "--task", "batch=3"), "batch"),
-        (("bowl", "--optimizers", "lodo_no_momentum(beta=0.5)"), "lodo_no_momentum cannot be made with the options"),
+        (("bowl", "--optimizers", "lodo_no_momentum(beta=0.5)"), "lodo_no_momentum has no option 'beta'"),
         (("mnist", "--data", "digits", "--task", "batch=0"), "batch must be an integer >= 1, got 0"),
     ],
 )

@@ -186,7 +186,9 @@ def test_measuring_changes_nothing(digits):
         ({"hidden": (8, 0)}, r"hidden\[1\] must be an integer >= 1, got 0"),
         ({"batch": 0}, "batch must be an integer >= 1, got 0"),
         ({"digest": "abc"}, "digest must be that of the data"),
-        ({"layers": 3}, "mlp cannot be made with the options"),
+        ({"layers": 3}, "^mlp has no option 'layers'. Its options: hidden, batch$"),
+        ({"n": 3, "digest": "abc"}, "^mlp has no option 'n'. Its options: hidden, batch$"),
+        ({"hiden": 3}, r"^mlp has no option 'hiden'; did you mean 'hidden'\? Its options: hidden, batch$"),
     ],
 )
 def test_bad_options_are_named(digits, options, said):

@@ -231,7 +231,7 @@ def test_a_state_brings_back_the_batch(digits):
         ({"test_size": -3}, "test_size must be an integer >= 1, got -3"),
         ({"test_size": "all"}, "test_size must be an integer >= 1, got 'all'"),
         ({"digest": "abc"}, "digest must be that of the data"),
-        ({"chunk": 3}, "mnist cannot be made with the options"),
+        ({"chunk": 3}, "^mnist has no option 'chunk'. Its options: batch, validation_size, test_size, fused$"),
     ],
 )
 def test_bad_options_are_named(digits, options, said):
@@ -779,7 +779,7 @@ def test_what_cannot_be_drawn_with_is_refused_in_words(tmp_path, monkeypatch):
     [
         (("--task", "batch=0"), "batch must be an integer >= 1, got 0"),
         (("--task", "test_size=0"), "test_size must be an integer >= 1, got 0"),
-        (("--optimizers", "lodo_no_momentum(beta=0.5)"), "lodo_no_momentum cannot be made with the options"),
+        (("--optimizers", "lodo_no_momentum(beta=0.5)"), "lodo_no_momentum has no option 'beta'"),
         (("--hyperparameters", "nowhere.toml"), "hyperparameters must be a TOML file, got 'nowhere.toml'"),
     ],
 )

@@ -157,7 +157,7 @@ def test_names_of_the_extra_on_the_command_line():
         resolve("heavyball.PSGDKro")
     with pytest.raises(ValueError, match="did you mean 'psgdkron'"):
         resolve("heavyball.PSGDKro")
-    with pytest.raises(ValueError, match="rate is not among"):
+    with pytest.raises(ValueError, match="has no option 'rate'"):
         build("heavyball.PSGDKron", Bowl(0), 0, {"rate": 1})
 
 

@@ -227,7 +227,7 @@ def test_it_is_learned(bundled, name, steps, share):
     [
         ({"batch": 0}, "^batch must be an integer >= [12], got 0"),
         ({"digest": "abc"}, "^digest must be that of the data in 'digits'"),
-        ({"depth": 3}, "cannot be made with the options"),
+        ({"depth": 3}, "has no option 'depth'. Its options: .*batch"),
     ],
 )
 def test_bad_options_are_named(bundled, name, options, said):

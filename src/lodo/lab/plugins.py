@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lodo._checks import check_choice
+from lodo._checks import check_choice, hint
 
+_DIGEST = "digest"  # an option that the laboratory itself adds, for the data or the weights
 _digests: dict[str, str] = {}  # of each module's file, as it was when the module was imported
 
 
@@ -42,6 +44,48 @@ def import_object(name: str) -> Any:
     if not hasattr(module, attribute):
         check_choice(f"the name after {module_name}:", attribute, _defined_in(module))
     return getattr(module, attribute)
+
+
+class OptionError(TypeError):
+    """An option that does not exist; the text is a sentence that lacks only its beginning."""
+
+
+def option_names(make: Callable[..., Any], *others: str) -> list[str]:
+    """The options of a function or class: its arguments by name, without ``others``.
+
+    Those that a class passes on to its base are among them.
+
+    >>> option_names(import_object("lodo.lab.tasks.rosenbrock:Rosenbrock"), "seed")
+    ['jitter']
+    """
+    found = inspect.signature(make).parameters
+    names = [name for name, each in found.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    if len(names) < len(found) and isinstance(make, type):
+        names += option_names(make.__mro__[1], *names)
+    return [name for name in names if name not in (*others, _DIGEST)]
+
+
+def check_options(given: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raise an error for the first option that is not allowed.
+
+    >>> check_options(["lrr"], ["lr", "betas"])
+    Traceback (most recent call last):
+    ...
+    lodo.lab.plugins.OptionError: has no option 'lrr'; did you mean 'lr'? Its options: lr, betas
+    """
+    for name in given:
+        if name not in allowed and name != _DIGEST:
+            options = ", ".join(allowed) or "none"
+            raise OptionError(f"has no option {name!r}{hint(name, allowed) or '.'} Its options: {options}")
+
+
+def words_of(options: Mapping[str, Any]) -> str:
+    """Options as an error names them, without what the laboratory has added.
+
+    >>> words_of({"n": 3, "digest": "b2d8f5bf3917"})
+    "{'n': 3}"
+    """
+    return str({name: value for name, value in options.items() if name != _DIGEST})
 
 
 def source_digests(*names: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lodo._checks import hint
-from lodo.lab.plugins import import_object, is_plugin
+from lodo.lab.plugins import OptionError, check_options, import_object, is_plugin, option_names, words_of
 from lodo.lab.settings import read_settings
 from lodo.spelling import parse_calls
 
@@ -65,7 +65,9 @@ def _of_params(path: str, **fixed: Any) -> Factory:
     """A factory for what ``path`` names, which is called with the parameters and the hyperparameters."""
 
     def make(task: Task, seed: int, /, **options: Any) -> Optimizer:
-        optimizer: Optimizer = import_object(path)(task.params, **fixed, **options)
+        kind = import_object(path)
+        check_options(options, option_names(kind, "params", *fixed))
+        optimizer: Optimizer = kind(task.params, **fixed, **options)
         return optimizer
 
     return make
@@ -92,12 +94,14 @@ def _of_params_and_hessian(path: str) -> Factory:
 def _l2l(task: Task, seed: int, /, **options: Any) -> Optimizer:
     from lodo.lab.optimizers.l2l_weights import make_l2l
 
+    check_options(options, option_names(make_l2l, "task", "seed"))
     return make_l2l(task, seed, **options)
 
 
 def _muon(task: Task, seed: int, /, **options: Any) -> Optimizer:
-    from lodo.lab.optimizers.muon import make_muon
+    from lodo.lab.optimizers.muon import MuonAndAdamW, make_muon
 
+    check_options(options, option_names(MuonAndAdamW, "hidden", "others"))
     return make_muon(task, seed, **options)
 
 
@@ -229,8 +233,10 @@ def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optim
         from lodo.lab.optimizers.libraries import make_library_optimizer
 
         return make_library_optimizer(name, task, options)
+    except OptionError as error:
+        raise ValueError(f"{name} {error}") from error
     except (TypeError, AttributeError, RuntimeError, ImportError) as error:
-        raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error
+        raise ValueError(f"{name} cannot be made with the options {words_of(options)}: {error}") from error
 
 
 def _build_plugin(name: str, task: Task, options: Mapping[str, Any]) -> Optimizer:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lodo.lab.optimizers.adapters import Eager, Reshaped, ShampooState
+from lodo.lab.plugins import check_options
 from lodo.lab.tasks import Task
 
 EXTRA_LIBRARIES = ("heavyball", "schedulefree")  # installed by the extra `rivals`, and imported only when needed
@@ -87,7 +88,7 @@ def make_library_optimizer(name: str, task: Task, options: Mapping[str, Any]) ->
     options = dict(options)
     shape = options.pop("view", None)
     kind = _kind(name)
-    _check_names(kind, options)
+    check_options(options, [*_names(kind), "view"])
 
     def make(params: list[Parameter]) -> Optimizer:
         return _adapted(name, kind(_groups(name, params), **options))
@@ -105,12 +106,9 @@ def _kind(name: str) -> type[Optimizer]:
     return kind
 
 
-def _check_names(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-    """Refuse options that the class does not name; many classes of pytorch_optimizer would ignore them."""
-    named = [name for name in inspect.signature(kind).parameters if name not in ("params", "kwargs")]
-    for name in options:
-        if name not in named:
-            raise TypeError(f"{name} is not among {', '.join([*named, 'view'])}")
+def _names(kind: type[Optimizer]) -> list[str]:
+    """The options that the class names itself; many classes of pytorch_optimizer ignore all others."""
+    return [name for name in inspect.signature(kind).parameters if name not in ("params", "kwargs")]
 
 
 def _groups(name: str, params: list[Parameter]) -> Any:

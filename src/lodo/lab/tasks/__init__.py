@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lodo._checks import check_choice
-from lodo.lab.plugins import import_object, is_plugin
+from lodo.lab.plugins import OptionError, check_options, import_object, is_plugin, option_names, words_of
 
 if TYPE_CHECKING:
     from lodo.lab.tasks.base import Task as Task
@@ -80,4 +80,8 @@ def make_task(name: str, options: Mapping[str, Any], seed: int) -> Task:
     try:
         return kind(seed, **options)
     except TypeError as error:
-        raise ValueError(f"{name} cannot be made with the options {dict(options)}: {error}") from error
+        try:
+            check_options(options, option_names(kind, "seed"))
+        except OptionError as unknown:
+            raise ValueError(f"{name} {unknown}") from error
+        raise ValueError(f"{name} cannot be made with the options {words_of(options)}: {error}") from error
