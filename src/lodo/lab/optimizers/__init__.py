@@ -5,6 +5,7 @@ The names are plain data; the module of an optimizer is imported when one is mad
 
 from __future__ import annotations
 
+import difflib
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lodo._checks import hint
 from lodo.lab.plugins import OptionError, check_options, import_object, is_plugin, option_names, words_of
 from lodo.lab.settings import read_settings
 from lodo.spelling import parse_calls
@@ -199,6 +199,7 @@ def resolve(name: str) -> str:
     from lodo.lab.optimizers.libraries import (
         EXTRA_LIBRARIES,
         extra_optimizers,
+        pytorch_optimizer_classes,
         pytorch_optimizer_names,
         torch_optimizers,
     )
@@ -206,16 +207,34 @@ def resolve(name: str) -> str:
     library, _, short = name.lower().rpartition(".")
     if library in ("", "torch", "torch.optim") and short in torch_optimizers():
         return f"torch.{torch_optimizers()[short]}"
-    if library in ("", "pytorch_optimizer") and short in pytorch_optimizer_names():
+    possible = library == "pytorch_optimizer" or (not library and short in pytorch_optimizer_classes())
+    if possible and short in pytorch_optimizer_names():
         return f"pytorch_optimizer.{short}"
     extra = extra_optimizers(library) if library in EXTRA_LIBRARIES else {}
     if short in extra:
         return f"{library}.{extra[short]}"
-    known = extra or [*OPTIMIZERS, *torch_optimizers(), *pytorch_optimizer_names()]
     raise ValueError(
-        f"optimizers must be among {', '.join(OPTIMIZERS)}, an optimizer of torch.optim, pytorch_optimizer, "
-        f"{' or '.join(EXTRA_LIBRARIES)}, or your own as module:Name, got {name!r}{hint(short, known)}"
+        f"optimizers has an unknown name, {name!r}{_hint(library, short, extra)} optimizers must be among "
+        f"{', '.join(OPTIMIZERS)}, an optimizer of torch.optim, pytorch_optimizer, "
+        f"{' or '.join(EXTRA_LIBRARIES)}, or your own as module:Name"
     )
+
+
+def _hint(library: str, short: str, extra: Mapping[str, str]) -> str:
+    """The end of a clause that suggests the closest name: of its library, or else of those that load fast, if any."""
+    from lodo.lab.optimizers.libraries import pytorch_optimizer_names, torch_optimizers
+
+    if library == "pytorch_optimizer":
+        extra = {name: name for name in pytorch_optimizer_names()}
+    ours = {name: name for name in OPTIMIZERS}
+    torchs = {lower: f"torch.{name}" for lower, name in torch_optimizers().items()}
+    fast = {**ours, **torchs} if library.startswith("torch") else {**torchs, **ours}
+    known = {lower: f"{library}.{name}" for lower, name in extra.items()} or fast
+    close = difflib.get_close_matches(short, known, n=1)
+    if not close and known is fast:
+        known = {name: f"pytorch_optimizer.{name}" for name in pytorch_optimizer_names()}
+        close = difflib.get_close_matches(short, known, n=1)
+    return f"; did you mean {known[close[0]]!r}?" if close else ";"
 
 
 def build(name: str, task: Task, seed: int, options: Mapping[str, Any]) -> Optimizer:

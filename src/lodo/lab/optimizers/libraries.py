@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +30,21 @@ _LIKE_MUON = ("adago", "adamuon", "muon", "muonclip", "normuon")
 def torch_optimizers() -> dict[str, str]:
     """The optimizers of torch.optim: their names by the same names in lower case."""
     return _optimizers(torch.optim)
+
+
+@functools.cache
+def pytorch_optimizer_classes() -> frozenset[str]:
+    """The classes in the files of pytorch_optimizer, in lower case: what else could be one of its names?
+
+    They are found without importing it, which takes seconds. Classes that it takes from torch are not among them.
+    """
+    spec = find_spec("pytorch_optimizer")
+    files = [file for folder in (spec and spec.submodule_search_locations) or () for file in Path(folder).rglob("*.py")]
+    return frozenset(
+        name.lower()
+        for file in files
+        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    )
 
 
 @functools.cache
