@@ -18,7 +18,10 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        sys.exit(f"error: the command line needs {error.name}, which is not installed: pip install 'lodo[lab]'")
+        sys.exit(
+            f"error: the command line needs {error.name}, which is not installed: pip install '.[lab]' in the folder "
+            "of the repository"
+        )
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lodo import __version__
+from lodo.lab import experiments
 from lodo.lab.cli import app
 from lodo.lab.experiments import CATALOG
+from lodo.lab.tasks import TASKS
 
 HEAVY = {"torch", "numpy", "matplotlib", "pyarrow", "dask", "distributed", "optuna", "scipy", "plotly", "rich"}
 # runs the command, then prints the names of all modules that have been imported
@@ -52,6 +54,7 @@ def run(*args):
         (("tune", "bowl", "--optimizer", "lodo", "--schedule", "qick"), 2, "did you mean 'quick'?"),
         (("tune", "bowl", "--optimizer", "lodo", "--sampler", "cmeas"), 2, "did you mean 'cmaes'?"),
         (("theory", "sadle"), 2, "did you mean 'saddle'?"),
+        (("run", "cnn"), 2, "lodo compare cnn, or lodo run networks --tasks cnn"),
     ],
 )
 def test_an_answer_that_needs_nothing_heavy_imports_nothing_heavy(args, code, said):
@@ -68,6 +71,12 @@ def test_an_answer_that_needs_nothing_heavy_imports_nothing_heavy(args, code, sa
         ("run bwol", 2, r"NAME must be one of 'bowl', .*, got 'bwol'; did you mean 'bowl'\?"),
         ("compare rosenbork", 2, r"TASK must be one of .*, got 'rosenbork'; did you mean 'rosenbrock'\?"),
         ("theory sadle", 2, r"NAME must be one of .*, got 'sadle'; did you mean 'saddle'\?"),
+        (
+            "run cnn",
+            2,
+            "NAME must be an experiment, got 'cnn', which is a task: lodo compare cnn, or lodo run networks .*",
+        ),
+        ("compare networks", 2, "TASK must be a task, got 'networks', which is an experiment: lodo run networks"),
         ("tune bowl --optimizer lodo --schedule qick", 2, r"schedule must be one of 'paper', 'quick', got 'qick'; .*"),
         ("rnu", 2, "no such command 'rnu'. Did you mean 'run'?".replace("?", r"\?")),
         ("run bowl --stepps 3", 2, r"no such option: --stepps .*"),
@@ -87,6 +96,26 @@ def test_all_errors_have_one_form(words, code, said):
     assert re.fullmatch(f"error: {said}", first), first
     command = words.split()[0]
     assert others == ([f"see: lodo {'' if command == 'rnu' else f'{command} '}--help"] if code == 2 else [])
+
+
+def test_help_has_the_numbers_of_each_command():
+    for command, steps, seeds in (
+        ("run", "the experiment's number", "the experiment's number"),
+        ("compare", "1,000", "3"),
+    ):
+        text = " ".join(CliRunner().invoke(app, [command, "--help"]).stdout.split())
+        assert f"in each run. Default: {steps}." in text
+        assert f"runs of each optimizer. Default: {seeds}." in text
+
+
+def test_no_line_of_the_help_is_cut_off():
+    assert "..." not in CliRunner().invoke(app, ["--help"]).stdout.replace("[ARGS]...", "")
+
+
+def test_every_task_that_is_no_experiment_is_one_of_the_networks():
+    known = experiments.load("networks")
+    for name in set(TASKS) - set(CATALOG):
+        assert known.request(tasks=name)
 
 
 @pytest.mark.parametrize(

@@ -283,10 +283,9 @@ def without_heavyball(tmp_path):
 def test_without_the_extra(without_heavyball, tmp_path):
     process = without_heavyball("bowl-rivals", "--steps", "20", "--seeds", "1")
     assert process.returncode == 1
-    assert (
-        "error: optimizers of heavyball need the package heavyball, which is not installed: pip install 'lodo[rivals]'"
-        in process.stderr
-    )
+    install = "pip install '.[rivals]' in the folder of the repository"
+    said = f"error: optimizers of heavyball need the package heavyball, which is not installed: {install}\n"
+    assert said in process.stderr
     assert not (tmp_path / "out").exists()
     process = without_heavyball("bowl-rivals", "--steps", "20", "--seeds", "1", "--optimizers", "adam, soap")
     assert process.returncode == 0, process.stdout

@@ -1,6 +1,7 @@
 """The laboratory: tasks, optimizers, runs on disk, sweeps, and the paper's experiments.
 
-It needs the extra ``lodo[lab]``. The library itself never imports it.
+It needs the extra ``lab``: ``pip install '.[lab]'`` in the folder of the repository. The library itself never
+imports it.
 """
 
 from __future__ import annotations

@@ -6,16 +6,17 @@ been checked as far as names go. Help, lists and typing errors are therefore ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
 from lodo._checks import check_choice
 from lodo.lab.experiments import CATALOG
-from lodo.lab.experiments.catalog import TRACKS, track_of
+from lodo.lab.experiments.catalog import COMPARED, TRACKS, track_of
 from lodo.lab.listing import print_list
 from lodo.lab.optimizers import OPTIMIZERS
 from lodo.lab.plugins import is_plugin
@@ -43,12 +44,19 @@ _NOTHING_WRITTEN = "Nothing was written."
 # ------------------------------------------------------------ names, which are checked and completed
 
 
-def _checked(names: Iterable[str], *, plugins: bool = False) -> Callable[[typer.CallbackParam, str | None], str | None]:
-    """A check that an argument is one of ``names``, or, with ``plugins``, of the form ``module:Name``."""
+def _checked(
+    names: Iterable[str], *, plugins: bool = False, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[typer.CallbackParam, str | None], str | None]:
+    """A check that an argument is one of ``names``, or, with ``plugins``, of the form ``module:Name``.
+
+    ``elsewhere`` says of names that belong to other commands what they are.
+    """
 
     def check(param: typer.CallbackParam, value: str | None) -> str | None:
         if value is None or (plugins and is_plugin(value)):
             return value
+        if value in elsewhere:
+            raise typer.BadParameter(f"{param.metavar} must be {elsewhere[value]}")
         try:
             check_choice(param.metavar or str(param.name), value, names)
         except ValueError as error:
@@ -67,6 +75,14 @@ def _completed(names: Iterable[str]) -> Callable[[str], list[str]]:
     return complete
 
 
+_TASKS_ALONE = {
+    name: f"an experiment, got {name!r}, which is a task: lodo compare {name}, or lodo run networks --tasks {name}"
+    for name in TASKS
+    if name not in CATALOG
+}
+_EXPERIMENTS_ALONE = {
+    name: f"a task, got {name!r}, which is an experiment: lodo run {name}" for name in CATALOG if name not in TASKS
+}
 _SCHEDULES = tuple(read_settings("schedules"))
 _SAMPLER_NAMES = (PAPER, *SAMPLERS)
 _PART_NAMES = (*PARTS, "all")
@@ -76,7 +92,7 @@ TaskName = Annotated[
     typer.Argument(
         metavar="TASK",
         help=f"One of {', '.join(TASKS)}, or your own as module:Name.",
-        callback=_checked(TASKS, plugins=True),
+        callback=_checked(TASKS, plugins=True, elsewhere=_EXPERIMENTS_ALONE),
         autocompletion=_completed(TASKS),
     ),
 ]
@@ -84,14 +100,11 @@ TaskOptions = Annotated[
     str | None,
     typer.Option(help="Options of the task that differ from the paper's, such as 'n=200, condition=1e4'."),
 ]
-Steps = Annotated[
-    int | None,
-    typer.Option(help="Evaluations of the loss and its gradient in each run. Default: the experiment's number."),
-]
+_STEPS = "Evaluations of the loss and its gradient in each run. Default:"
+_SEEDS = "Number of runs of each optimizer. Default:"
 Seconds = Annotated[
     float | None, typer.Option(help="End every run after this much training time, instead of after --steps.")
 ]
-Seeds = Annotated[int | None, typer.Option(help="Number of runs of each optimizer. Default: the experiment's number.")]
 Hyperparameters = Annotated[
     Path | None,
     typer.Option(
@@ -142,7 +155,7 @@ def run(
         typer.Argument(
             metavar="NAME",
             help="The experiment (`lodo run --list` shows them all), or your own experiment or task as module:Name.",
-            callback=_checked(CATALOG, plugins=True),
+            callback=_checked(CATALOG, plugins=True, elsewhere=_TASKS_ALONE),
             autocompletion=_completed(CATALOG),
         ),
     ] = None,
@@ -170,9 +183,9 @@ def run(
             '[rivals] radam = { optimizer = "torch.RAdam", label = "RAdam", lr = 0.001 }.'
         ),
     ] = None,
-    steps: Steps = None,
+    steps: Annotated[int | None, typer.Option(help=f"{_STEPS} the experiment's number.")] = None,
     seconds: Seconds = None,
-    seeds: Seeds = None,
+    seeds: Annotated[int | None, typer.Option(help=f"{_SEEDS} the experiment's number.")] = None,
     optimizers: Annotated[
         str | None,
         typer.Option(
@@ -240,9 +253,9 @@ def compare(
         ),
     ] = None,
     page: Annotated[Path, typer.Option("--page", "-o", help="The HTML page to write.")] = Path("compare.html"),
-    steps: Steps = None,
+    steps: Annotated[int | None, typer.Option(help=f"{_STEPS} {COMPARED.evaluations:,}.")] = None,
     seconds: Seconds = None,
-    seeds: Seeds = None,
+    seeds: Annotated[int | None, typer.Option(help=f"{_SEEDS} {COMPARED.seeds}.")] = None,
     task: TaskOptions = None,
     hyperparameters: Hyperparameters = None,
     data: Data = None,
@@ -484,7 +497,10 @@ def sample(
     number: Annotated[int, typer.Option(help="Number of images to draw.", min=1)] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the pixels.", min=0)] = 0,
 ) -> None:
-    """Draw digits with the image generator of a run or of its checkpoint."""
+    """Draw digits with the image generator of an mnist run.
+
+    A checkpoint of a run that has not finished will do too.
+    """
     with errors_in_words(_NOTHING_WRITTEN):
         from rich.console import Console
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lodo._checks import check_int
 from lodo.lab.experiments import load
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_label, digest_of, step_time, tail
-from lodo.lab.experiments.catalog import Entry, Size
+from lodo.lab.experiments.catalog import COMPARED, Entry
 from lodo.lab.experiments.paper.bowl import last
 from lodo.lab.experiments.paper.rosenbrock import trajectories
 from lodo.lab.files import check_file
@@ -72,15 +72,14 @@ class Comparison(Experiment):
     optimizers = "lodo, adam"
 
     def __init__(self, task: str) -> None:
-        size = Size(evaluations=1_000, seeds=3)
         super().__init__(
             Entry(
                 f"compare-{file_name(task)}",
                 f"Comparison on {task}",
                 "a comparison of your own",
                 task,
-                full=size,
-                quick=size,
+                full=COMPARED,
+                quick=COMPARED,
             )
         )
 

@@ -24,7 +24,9 @@ def load_digits() -> Dataset:
     try:
         found = import_module("sklearn.datasets").load_digits()
     except ImportError as error:
-        raise ValueError(f"digits need scikit-learn: pip install 'lodo[lab]' ({error})") from error
+        raise ValueError(
+            "the digits need scikit-learn, which is not installed: pip install '.[lab]' in the folder of the repository"
+        ) from error
     images = (torch.from_numpy(found.images).long() * 255 // 16).byte()
     labels = torch.from_numpy(found.target).byte()
     train = Labelled(images[:_TRAIN], labels[:_TRAIN])

@@ -204,6 +204,7 @@ _ENTRIES = (
         path="beyond.networks.rates:RatesTrack",
     ),
 )
+COMPARED = Size(evaluations=1_000, seeds=3)  # of `lodo compare`
 TRACKS = ("tuned", "untouched", "rates")  # of networks; the first is the entry without a suffix
 CATALOG: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 

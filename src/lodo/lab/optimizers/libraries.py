@@ -74,7 +74,8 @@ def _imported(library: str) -> ModuleType:
         return importlib.import_module(library)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"optimizers of {library} need the package {error.name}, which is not installed: pip install 'lodo[rivals]'"
+            f"optimizers of {library} need the package {error.name}, which is not installed: pip install '.[rivals]' "
+            "in the folder of the repository"
         ) from error
 
 
