@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -577,6 +578,23 @@ def test_both_draw_the_whole_vocabulary(browser, tmp_path):
                     assert drawn.evaluate("canvas => canvas.data[0].type") == (
                         "contour" if isinstance(panel, Contours) else "heatmap"
                     )
+
+
+@pytest.mark.parametrize("decades", [1.5, 3, 7, 14])
+def test_labels_of_logarithmic_axes_do_not_overlap(browser, decades, tmp_path):
+    values = np.logspace(-decades, 0.3, 50)
+    panel = Plot("far", "Far", Axis("x", log=True), Axis("y", log=True), [Line("a", values, values)])
+    path = tmp_path / "page.html"
+    path.write_text(render_page("Far", [Section("s", "S", figures=[as_json(Figure("f", [panel]))])], ""))
+    with opened(browser, path, width=1280) as shown:
+        figure = plot(shown, "s-far")
+        for axis, start, end in (("x", "left", "right"), ("y", "top", "bottom")):
+            found = figure.locator(f".{axis}tick text").evaluate_all(
+                f"every => every.map(e => e.getBoundingClientRect()).map(box => [box.{start}, box.{end}])"
+            )
+            assert len(found) > 1
+            for (_, before), (after, _) in pairwise(sorted(found)):
+                assert after > before - 1, "labels overlap"
 
 
 def test_light_and_dark(shown):

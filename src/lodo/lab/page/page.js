@@ -56,7 +56,7 @@
   });
   const axis = (title, more) => ({
     title: { text: title }, gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line"),
-    exponentformat: "none", separatethousands: true, minorloglabels: "complete", spikecolor: colour("--faint"),
+    exponentformat: "none", separatethousands: true, minorloglabels: "none", spikecolor: colour("--faint"),
     spikethickness: 1, spikedash: "dot", automargin: true, ...more,
   });
   const settings = {
