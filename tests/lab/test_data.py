@@ -558,7 +558,8 @@ def test_a_file_with_another_md5_is_refused(mirror, tmp_path):
     mirror.files = FILES | {FIRST: FILES[FIRST] + b"x"}
     with using(tmp_path), pytest.raises(ValueError, match=f"the md5 of the file must be {md5(FILES[FIRST])}, got"):
         load_mnist()
-    assert holds(tmp_path / "mnist", {})
+    assert not (tmp_path / "mnist").exists()
+    (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / f"{FIRST}.part").write_bytes(FILES[FIRST][:HALF])
     with using(tmp_path), pytest.raises(ValueError, match="the md5 of the file must be"):
         load_mnist()  # started over once
