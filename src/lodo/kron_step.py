@@ -246,13 +246,14 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         return x.numpy() if quick else x
 
     ours = {name: short(x) for name, x in numbers.items()}
-    if options["guard"]:
-        found = trust(ours["norm_sq"], ours["step"], short(reading.sums[0]), options["betas"][1])
-        factors = torch.as_tensor(found)
-        if not is_host(factors.device) or bool((found < 1).any()):
-            reading = reading.scaled(bundle.parts, factors)
-    if "length" in ours:
-        learn_from_last_step(options, ours, short(reading.sums), rise, ok)
+    with np.errstate(over="ignore"):  # as in torch, infinite
+        if options["guard"]:
+            found = trust(ours["norm_sq"], ours["step"], short(reading.sums[0]), options["betas"][1])
+            factors = torch.as_tensor(found)
+            if not is_host(factors.device) or bool((found < 1).any()):
+                reading = reading.scaled(bundle.parts, factors)
+        if "length" in ours:
+            learn_from_last_step(options, ours, short(reading.sums), rise, ok)
     numbers["step"].add_(ok)
     numbers["mean_decay"].mul_(1 - newest_share(options, numbers["step"]) * share(0.0, ok, reading.sums))
     if "norm_sq" in numbers:

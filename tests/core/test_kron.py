@@ -898,6 +898,18 @@ def test_the_memory_is_known_before_the_first_step(options):
     assert KronLODO([Parameter(torch.zeros(0))]).memory_estimate().total == 0
 
 
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_the_largest_gradients_give_no_warning(backend):
+    """Their squares are just finite; 25 times that, the guard's limit, is not. Warnings are errors here."""
+    x = Parameter(torch.ones(2, 2))
+    opt = KronLODO([x], backend=backend)
+    for _ in range(60):
+        x.grad = torch.full((2, 2), 4.5e18)
+        opt.step()
+    assert bool(torch.isfinite(x).all())
+    assert opt.skipped_steps == 0
+
+
 @pytest.mark.parametrize("make", [KronLODO, LODO])
 def test_a_misspelled_option_of_a_group_is_refused(make):
     x = Parameter(torch.ones(3))
