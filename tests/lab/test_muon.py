@@ -136,5 +136,5 @@ def test_it_is_an_optimizer_like_any_other():
 def test_one_rate_for_both():
     optimizer = build("muon_adamw", Words(0), 0, {"lr": 0.5})
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
-    with pytest.raises(ValueError, match="muon_adamw has no option .rate."):
+    with pytest.raises(ValueError, match="muon_adamw has no option 'rate'"):
         build("muon_adamw", Words(0), 0, {"rate": 0.5})
