@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -279,8 +280,9 @@ def check_options(options: Options) -> None:
             f"got {options['state_dtype']!r}"
         )
     check_real("averaging", options["averaging"], low=0.0, high=1.0)
-    if not isinstance(options["anneal"], (int, float)) or not options["anneal"] >= 0:
-        raise ValueError(f"anneal must be a number >= 0 or math.inf, got {options['anneal']!r}")
+    anneal = options["anneal"]
+    if isinstance(anneal, bool) or not isinstance(anneal, Real) or not float(anneal) >= 0:
+        raise ValueError(f"anneal must be a number >= 0 or math.inf, got {anneal!r}")
     check_int("max_dim", options["max_dim"], low=0)
     check_int("refresh_every", options["refresh_every"], low=1)
 

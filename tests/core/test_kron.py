@@ -825,6 +825,7 @@ def test_maximizing_is_minimizing_the_negative():
         ({"basis": "kroneker"}, "basis must be one of 'kronecker', 'orthogonal', 'none', got 'kroneker'; did you mean"),
         ({"gains": "yes"}, "gains must be True or False"),
         ({"anneal": -1.0}, "anneal must be a number >= 0 or math.inf, got -1.0"),
+        ({"anneal": True}, "anneal must be a number >= 0 or math.inf, got True"),
         ({"anneal": math.nan}, "anneal must be a number >= 0 or math.inf, got nan"),
         ({"max_dim": 1.5}, "max_dim must be an integer"),
         ({"state_dtype": "float16"}, "state_dtype must be 'bfloat16' or torch.bfloat16, or None .*, got 'float16'"),
