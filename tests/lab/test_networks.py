@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,7 +14,15 @@ from typer.testing import CliRunner
 from lodo.lab import experiments
 from lodo.lab.cli import app
 from lodo.lab.experiments.base import Cell
-from lodo.lab.experiments.beyond.networks.base import Entrant, entrants, reported, tried, tuning_cell, workloads
+from lodo.lab.experiments.beyond.networks.base import (
+    TUNING_SEED,
+    Entrant,
+    entrants,
+    reported,
+    tried,
+    tuning_cell,
+    workloads,
+)
 from lodo.lab.experiments.beyond.networks.entries import own_entries, read_entries
 from lodo.lab.experiments.beyond.networks.metrics import (
     best_validation,
@@ -237,6 +246,26 @@ def test_the_tasks_and_the_optimizers_are_those_of_the_benchmark():
     assert len(request.choices) == 10
     for load in entries.tasks.values():
         assert find_task(load.task)
+
+
+def test_settings_of_a_long_task_are_chosen_by_shorter_trials():
+    experiment = experiments.load("networks")
+
+    def requested(task):
+        found = experiment.request(tasks=task, choices=experiment.parse("soap"))
+        return replace(found, options={**found.options, "digests": {task: "0123"}})
+
+    request, short = requested("gpt_long"), requested("gpt")
+    soap = entrants(request)[1]
+    trial = experiment.make_trial(request, "gpt_long", soap, Trial(0, "constant"), TUNING_SEED)
+    assert trial == experiment.make_trial(short, "gpt", soap, Trial(0, "constant"), TUNING_SEED)
+    assert experiment.make_trial(request, "gpt_long", soap, Trial(0, "constant"), 1).evaluations == 20_000
+    assert "the trials had 3,000" in " ".join(experiment.notes(request, {}))
+    assert "the trials had" not in " ".join(experiment.notes(short, {}))
+    every = experiment.request(tasks="gpt_long", evaluations=50)
+    assert workloads(every)["gpt_long"].tuning_steps is None, "--steps is one length for all"
+    rates = experiments.load("networks-rates")
+    assert workloads(rates.request(tasks="gpt_long"))["gpt_long"].tuning_steps is None, "there trials are what is shown"
 
 
 def test_a_rival_and_a_task_by_a_file(tmp_path):

@@ -116,7 +116,7 @@ class NetworksExperiment(Experiment):
             dict(task_options or {}),
             options={
                 "quick": quick,
-                "tasks": {name: asdict(load) for name, load in self._workloads(tasks, quick, evaluations).items()},
+                "tasks": {name: asdict(load) for name, load in self.find_workloads(tasks, quick, evaluations).items()},
                 "names": {choice.label: name for name, choice in self.named.items()},
                 "rivals": self.rivals_file,
             },
@@ -126,7 +126,8 @@ class NetworksExperiment(Experiment):
         """The optimizers with AdamW, without which nothing can be compared."""
         return chosen if REFERENCE in [choice.label for choice in chosen] else [self.named["adamw"], *chosen]
 
-    def _workloads(self, tasks: str | None, quick: bool, steps: int | None) -> dict[str, Workload]:
+    def find_workloads(self, tasks: str | None, quick: bool, steps: int | None) -> dict[str, Workload]:
+        """The tasks that are named, or the usual ones; ``steps`` sets one length for all."""
         entries = self.entries
         usual = entries.small_tasks if quick else {n: t for n, t in entries.tasks.items() if n not in entries.extra}
         names = list(usual) if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
@@ -141,7 +142,7 @@ class NetworksExperiment(Experiment):
                 made[name] = Workload(name, steps)
                 continue
             check_choice("tasks", name, known)
-            made[name] = known[name] if steps is None else replace(known[name], steps=steps)
+            made[name] = known[name] if steps is None else replace(known[name], steps=steps, tuning_steps=None)
         return made
 
     def settled(self, request: Request) -> Request:
@@ -173,14 +174,15 @@ class NetworksExperiment(Experiment):
     def make_trial(self, request: Request, name: str, entrant: Entrant, trial: Trial, seed: int) -> Run:
         """The run of a setting on a task."""
         load, digest = workloads(request)[name], self._digest(request, name)
+        steps = load.tuning_steps or load.steps if seed == TUNING_SEED else load.steps
         return Run(
             load.task,
             entrant.choice.optimizer,
             seed,
-            load.steps,
+            steps,
             task_options={**load.options, **request.task_options, **({"digest": digest} if digest else {})},
             options={**entrant.options, "lr": rate(entrant.default, trial.power)},
-            track_every=max(1, load.steps // MEASUREMENTS),
+            track_every=max(1, steps // MEASUREMENTS),
             schedule=None if trial.schedule == CONSTANT else trial.schedule,
         )
 

@@ -16,20 +16,23 @@ from lodo.lab.settings import read_settings
 from lodo.lab.tasks import check_task
 
 _RIVAL = ("optimizer", "label", "lr", "options")
-_TASK = ("task", "steps", "options", "extra", "quick", "quick_options")
+_TASK = ("task", "steps", "options", "extra", "tuning_steps", "quick", "quick_options")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A task, its options and the length of a run on it."""
+    """A task, its options, the length of a run on it, and that of the trials by which settings are chosen."""
 
     task: str
     steps: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    tuning_steps: int | None = None  # None: as long as the runs
 
     def __post_init__(self) -> None:
         check_task(self.task)
         check_int("steps", self.steps, low=10)
+        if self.tuning_steps is not None:
+            check_int("tuning_steps", self.tuning_steps, low=10)
 
 
 @dataclass(frozen=True)
@@ -119,4 +122,6 @@ def _rival(name: str, fields: Mapping[str, Any]) -> Choice:
 def _workload(name: str, fields: Mapping[str, Any], length: str) -> Workload:
     options = {**fields.get("options", {}), **(fields.get("quick_options", {}) if length == "quick" else {})}
     check_int(f"{length} of {name}", fields.get(length), low=10)
-    return Workload(fields.get("task", name), fields[length], options)
+    return Workload(
+        fields.get("task", name), fields[length], options, fields.get("tuning_steps") if length == "steps" else None
+    )

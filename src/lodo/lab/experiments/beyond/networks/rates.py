@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ from lodo.lab.experiments.beyond.networks.base import (
     tuning_cell,
     workloads,
 )
+from lodo.lab.experiments.beyond.networks.entries import Workload
 from lodo.lab.experiments.beyond.networks.figures import rate_figure
 from lodo.lab.experiments.beyond.networks.metrics import final_loss
 from lodo.lab.experiments.beyond.networks.rows import RateRow, WidthRow
@@ -46,6 +48,11 @@ class RatesTrack(NetworksExperiment):
         if given.get("seeds") not in (None, 1):
             raise ValueError(f"seeds must be left out, since rates are tried on the tuning seed, got {given['seeds']}")
         return super().request(**given)
+
+    def find_workloads(self, tasks: str | None, quick: bool, steps: int | None) -> dict[str, Workload]:
+        """The tasks, with trials as long as the runs: here they are what is shown."""
+        found = super().find_workloads(tasks, quick, steps)
+        return {name: replace(load, tuning_steps=None) for name, load in found.items()}
 
     def plan(self, request: Request) -> Plan:
         plan: Plan = {}

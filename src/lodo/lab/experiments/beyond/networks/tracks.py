@@ -140,6 +140,11 @@ class TunedTrack(NetworksExperiment):
         return [
             *([small] if request.options.get("quick") else []),
             *self._about_settings(number),
+            *(
+                f"On {name}, of {load.steps:,} steps, the trials had {load.tuning_steps:,}."
+                for name, load in workloads(request).items()
+                if load.tuning_steps is not None
+            ),
             "A seed draws the same first weights and the same batches for all optimizers. Differences to AdamW are "
             "taken seed by seed; s.e. is the standard error of the mean.",
             "Steps and seconds are counted until the mean training loss over a tenth of the run's steps is as low as "
