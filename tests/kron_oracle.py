@@ -15,7 +15,7 @@ class KronOracle:
     """
 
     def __init__(
-        self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.0, eps=1e-8,
+        self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.02, eps=1e-8,
         kronecker=True, gains=True, gate=True, gate_lr=1e-3, averaging=0.1, anneal=1500.0,
         max_dim=1024, refresh_every=10, guard=True,
     ):  # fmt: skip
@@ -60,7 +60,7 @@ class KronOracle:
             self._learn(s, G)
         window = max(1 / (1 - b2), self.averaging * (self.t + 1))
         doubled = math.floor(math.log2(window * (1 - b2) + 1e-6)) if window * (1 - b2) > 1 else 0
-        pace = 2 ** (doubled // 2)
+        pace = 2 ** ((doubled + 1) // 2)
         if self.t % pace == 0:
             s["A"] = (1 - pace / window) * s["A"] + pace / window * G @ G.T
             s["B"] = (1 - pace / window) * s["B"] + pace / window * G.T @ G

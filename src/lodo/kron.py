@@ -74,7 +74,7 @@ class KronLODO(Optimizer):
         meta_lr: the rate at which the log-gains are learned.
         betas: the decays of the averages M and V, of M at the start of the run (see ``averaging``); the second is that
             of the covariances too.
-        weight_decay: decoupled, as in AdamW: ``W`` shrinks by ``lr * weight_decay``.
+        weight_decay: decoupled, as in AdamW: ``W`` shrinks by ``lr * weight_decay``, whatever the gain.
         eps: added to the root of V.
         maximize: maximize the objective instead.
         basis: ``"kronecker"`` (the eigenvectors of the gradients' covariances), ``"orthogonal"`` (Muon's direction; no
@@ -135,7 +135,7 @@ class KronLODO(Optimizer):
         meta_lr: float = 1e-2,
         betas: tuple[float, float] = (0.95, 0.95),
         *,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.02,
         eps: float = 1e-8,
         maximize: bool = False,
         basis: str = "kronecker",

@@ -245,7 +245,7 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         """A short vector; on the CPU as an array, because NumPy takes a fraction of torch's time."""
         return x.numpy() if quick else x
 
-    ours = {name: short(x) for name, x in numbers.items()}
+    ours = bundle.arrays if quick and bundle.arrays else {name: short(x) for name, x in numbers.items()}
     with np.errstate(over="ignore"):  # as in torch, infinite
         if options["guard"]:
             found = trust(ours["norm_sq"], ours["step"], short(reading.sums[0]), options["betas"][1])
@@ -254,8 +254,8 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
                 reading = reading.scaled(bundle.parts, factors)
         if "length" in ours:
             learn_from_last_step(options, ours, short(reading.sums), rise, ok)
-    numbers["step"].add_(ok)
-    numbers["mean_decay"].mul_(1 - newest_share(options, numbers["step"]) * share(0.0, ok, reading.sums))
+    ours["step"] += ok
+    ours["mean_decay"] *= 1 - newest_share(options, ours["step"]) * share(0.0, ok, reading.sums)
     if "norm_sq" in numbers:
         numbers["norm_sq"].lerp_(reading.sums[0], share(options["betas"][1], ok, reading.sums))
     if isinstance(ok, Tensor):
@@ -304,15 +304,15 @@ def intervals(options: Options) -> tuple[int, int]:
     """The number of steps between gradients that enter A and B, and between refreshes.
 
     Whenever A and B are averaged over twice as many steps, they change half as fast: then refreshes become half as
-    frequent. What is averaged needs less: its frequency is halved every other time.
+    frequent. Such an average needs fewer gradients: half as many, the first time and every other time after it.
 
     >>> options = {"betas": (0.95, 0.95), "averaging": 0.1, "refresh_every": 10}
     >>> [intervals({**options, "steps": steps}) for steps in (0, 399, 999, 19_999)]
-    [(1, 10), (1, 20), (2, 40), (8, 640)]
+    [(1, 10), (2, 20), (2, 40), (8, 640)]
     """
     longer = covariance_steps(options) * (1 - options["betas"][1])
     doublings = max(0, math.frexp(longer + 1e-6)[1] - 1)  # rounded down
-    return 1 << doublings // 2, int(options["refresh_every"]) << doublings
+    return 1 << (doublings + 1) // 2, int(options["refresh_every"]) << doublings
 
 
 def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> None:

@@ -288,7 +288,7 @@ class TestExaminer(TestCase):
                 p.grad = torch.zeros_like(p)
             opt.step()
             self.assertEqual(
-                all(map(torch.equal, params, before)), not settings.kwargs.get("weight_decay"), msg=settings.desc
+                all(map(torch.equal, params, before)), not opt.param_groups[0]["weight_decay"], msg=settings.desc
             )
 
     @optims(INFOS, dtypes=[torch.float32])

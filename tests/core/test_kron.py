@@ -198,8 +198,9 @@ def test_without_bases_gains_and_gate_it_is_adam(weight_decay):
 def test_with_orthogonal_directions_and_without_gains_it_is_muon():
     shapes = [(6, 4), (4, 9)]
     ours, theirs = drawn(shapes, torch.float32), drawn(shapes, torch.float32)
-    run(KronLODO(ours, lr=0.01, basis="orthogonal", gains=False, gate=False, averaging=0, guard=False), ours, 20)
-    muon = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    run(KronLODO(ours, basis="orthogonal", gains=False, gate=False, averaging=0, guard=False, **options), ours, 20)
+    muon = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options)
     run(muon, theirs, 20)
     start = drawn(shapes, torch.float32)
     moved = max(float((a - b).detach().norm()) for a, b in zip(theirs, start, strict=True))
@@ -787,9 +788,9 @@ def test_empty_parameters_and_empty_steps():
 def test_a_group_can_be_left_to_adamw():
     """As users of Muon do with embeddings and heads."""
     ours, theirs = drawn([(8, 4), (4, 4)]), drawn([(8, 4), (4, 4)])
-    adamw = {"basis": "none", "gains": False, "gate": False, "betas": (0.9, 0.999), "lr": 1e-3}
+    adamw = {"basis": "none", "gains": False, "gate": False, "betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.01}
     run(KronLODO([{"params": ours[:1], **adamw}, {"params": ours[1:]}]), ours, 20)
-    opts = torch.optim.AdamW(theirs[:1], lr=1e-3, weight_decay=0.0), KronLODO(theirs[1:])
+    opts = torch.optim.AdamW(theirs[:1], lr=1e-3), KronLODO(theirs[1:])
     rng = torch.Generator().manual_seed(1)
     for _ in range(20):
         push(theirs, rng)
@@ -864,7 +865,7 @@ def test_sparse_gradients_are_refused_by_name():
 
 def test_diagnostics():
     model = torch.nn.Linear(4, 3)
-    opt = KronLODO(model.named_parameters())
+    opt = KronLODO(model.named_parameters(), weight_decay=0.0)  # which does not count as part of a step
     assert opt.diagnostics() == {"skipped_steps": 0.0}
     run(opt, list(model.parameters()), 5)
     found = opt.diagnostics()
