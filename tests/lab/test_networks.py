@@ -42,6 +42,7 @@ from lodo.lab.experiments.beyond.networks.standings import (
     overall_metric,
     rows,
 )
+from lodo.lab.experiments.beyond.networks.tracks import about_processors
 from lodo.lab.experiments.beyond.networks.trials import (
     MORE,
     Trial,
@@ -232,6 +233,14 @@ def test_every_row_can_be_read_again(reports):
         assert read_row(json.loads(json.dumps(vars(row)))) == row
     with pytest.raises(TypeError, match="no kind of row has the fields optimizer"):
         read_row({"optimizer": "A"})
+
+
+def test_times_of_different_machines_are_not_compared_in_silence():
+    one, other = (replace(curve([1.0]), environment={"processor": name}) for name in ("Fast", "Slow"))
+    assert about_processors({"mlp": {"AdamW": [one], "SOAP": [one]}}) == []
+    (note,) = about_processors({"mlp": {"AdamW": [one]}, "cnn": {"SOAP": [other, one]}})
+    assert "Fast and Slow" in note
+    assert "do not compare" in note
 
 
 # ---------------------------------------------------------------- entries

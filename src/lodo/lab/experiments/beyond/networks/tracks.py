@@ -152,6 +152,7 @@ class TunedTrack(NetworksExperiment):
             "step and without measurements.",
             "A run whose loss became infinite or NaN has diverged, and counts as the worst. Schedule-free is validated "
             "at its average, and its training loss is that of the point where it trains.",
+            *about_processors(self.reports(request, results)),
         ]
 
     def _about_settings(self, number: int) -> list[str]:
@@ -191,3 +192,12 @@ class UntouchedTrack(TunedTrack):
 
     def about(self, request: Request) -> str:
         return f"{self.size(request)}, each optimizer at its library's defaults. Not in the paper."
+
+
+def about_processors(reports: Reports) -> list[str]:
+    """A warning if times cannot be compared, since runs were made on several kinds of machines."""
+    curves = [curve for several in reports.values() for found in several.values() for curve in found]
+    kinds = sorted({str(curve.environment.get("processor", "not known")) for curve in curves})
+    if len(kinds) < 2:
+        return []
+    return [f"These runs were made on different processors, {' and '.join(kinds)}: their seconds do not compare."]
