@@ -11,7 +11,7 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     M, V = averages of X, X^2                       M over ever more steps, `averaging` t of them
     R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
     S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
-    W -= lr e^c P S Q'
+    W  = (1 - lr weight_decay) W - lr e^c P S Q'
 
 A dimension of 1, above ``max_dim``, or more than 16 times the other has the identity for its basis. Of the last step,
 X / R is kept for <X, D>; in 8 bits unless parameters are in double precision (`lodo.kron_state.unit_of`).

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel
 
 from helpers import same
 from lodo import LODO, Diagonal, Mixing, Residual, Scalar
@@ -21,12 +22,14 @@ from lodo.lab.optimizers import (
     OPTIMIZERS,
     Choice,
     build,
+    evaluating,
     hyperparameters,
     keras,
     needs_graph,
     paper_hyperparameters,
     parse,
     resolve,
+    state_bytes,
     with_settings,
 )
 from lodo.lab.optimizers.base import VectorOptimizer
@@ -1102,3 +1105,33 @@ def test_who_needs_a_graph():
     for name in OF_PYTORCH_OPTIMIZER:
         optimizer = build(f"pytorch_optimizer.{name}", Bowl(0, n=3), 0, {})
         assert needs_graph(optimizer) == (name in ("adahessian", "sophiah"))
+
+
+def test_an_average_is_torchs_and_changes_nothing_about_training():
+    plain, averaged = Bowl(1, n=6), Bowl(1, n=6)
+    opt, judged = build("kron_lodo", plain, 0, {}), build("kron_lodo_averaged", averaged, 0, {})
+    (x,), (y,) = plain.params, averaged.params
+
+    def tenth(average, current, number):
+        for a, now in zip(average, current, strict=True):
+            a.lerp_(now, min(1.0, 10 / (float(number) + 1)))
+
+    model = AveragedModel(torch.nn.ParameterList([x]), multi_avg_fn=tenth)
+    for _ in range(30):
+        for task, optimizer in ((plain, opt), (averaged, judged)):
+            task.draw()
+            optimizer.step(task.evaluate)
+        model.update_parameters(torch.nn.ParameterList([x]))
+    assert torch.equal(x, y)
+    with evaluating(judged, averaged.params):
+        average = y.detach().clone()
+    torch.testing.assert_close(average, model.module[0].detach())
+    assert not torch.equal(average, x)
+    assert torch.equal(x, y), "put back"
+    assert state_bytes(judged) == state_bytes(opt) + x.numel() * x.element_size()
+    other = Bowl(1, n=6)
+    resumed = build("kron_lodo_averaged", other, 0, {})
+    resumed.load_state_dict(judged.state_dict())
+    assert resumed.steps == 30
+    with evaluating(resumed, other.params):
+        assert torch.equal(other.params[0], average)

@@ -105,6 +105,12 @@ def _muon(task: Task, seed: int, /, **options: Any) -> Optimizer:
     return make_muon(task, seed, **options)
 
 
+def _kron_averaged(task: Task, seed: int, /, **options: Any) -> Optimizer:
+    from lodo.lab.optimizers.adapters import Averaged
+
+    return Averaged(_of_params("lodo:KronLODO")(task, seed, **options))
+
+
 _LBFGS = "lodo.lab.optimizers.lbfgs:StochasticLBFGS"
 _LODO = "lodo:LODO"
 
@@ -130,6 +136,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "LODO, frozen", LOGLINEAR, _of_params_and_seed("lodo.lab.optimizers.frozen:FrozenLODO")
     ),
     "kron_lodo": OptimizerEntry("KronLODO", KRONECKER, _of_params("lodo:KronLODO")),
+    "kron_lodo_averaged": OptimizerEntry("KronLODO, averaged", KRONECKER, _kron_averaged),
     "muon_adamw": OptimizerEntry("Muon and AdamW", KRONECKER, _muon),
     "bfgs": OptimizerEntry("BFGS", QUADRATIC, _of_params("lodo.lab.optimizers.second_order:BFGS")),
     "lm": OptimizerEntry(
