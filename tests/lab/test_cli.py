@@ -42,6 +42,8 @@ def run(*args):
     ("args", "code", "said"),
     [
         (("--help",), 0, "Usage"),
+        (("-h",), 0, "Usage"),
+        (("run", "-h"), 0, "lodo(beta=0.5)"),
         (("--version",), 0, __version__),
         (("run", "--list"), 0, "bowl-rivals"),
         (("run", "mnist-momentum", "--list"), 0, "300,000 steps, 1 seed\n"),

@@ -32,6 +32,7 @@ app = typer.Typer(
     help="LODO's laboratory: the paper's experiments, each in one command.",
     no_args_is_help=True,
     suggest_commands=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # without bytecode, importing Rich takes longer than anything else that help needs
     pretty_exceptions_enable=False,
 )
