@@ -15,7 +15,7 @@ class KronOracle:
     """
 
     def __init__(
-        self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.02, eps=1e-8,
+        self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.03, eps=1e-8,
         kronecker=True, gains=True, gate=True, gate_lr=1e-3, averaging=0.1, anneal=1500.0,
         max_dim=1024, refresh_every=10, guard=True,
     ):  # fmt: skip
@@ -85,7 +85,10 @@ class KronOracle:
         s["last"] = move
         c, w = (torch.tensor(s[x], dtype=p.dtype) for x in "cw")
         s["moved"] = float(move(c, w).norm())
-        p.mul_(1 - lr * self.weight_decay).add_(move(c, w).reshape(p.shape))
+        annealed = lr
+        if self.gains and self.anneal:
+            annealed = min(lr, self.peak / (1 + max(self.t - self.scheduled, 0) / self.anneal))
+        p.mul_(1 - annealed * self.weight_decay).add_(move(c, w).reshape(p.shape))
 
     def _refreshed(self, A: Tensor, P: Tensor) -> Tensor:
         return torch.linalg.qr((A / A.diagonal().mean()) @ P + 1e-5 * P).Q

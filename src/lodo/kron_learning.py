@@ -16,7 +16,7 @@ from torch import Tensor
 from lodo.group import Options
 from lodo.kron_state import FIRST
 from lodo.meta import BETA2, adam_step
-from lodo.scalars import Flag, Scalar, largest, logarithm, over, where
+from lodo.scalars import Flag, Scalar, largest, logarithm, over, smallest, where
 
 CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
@@ -127,6 +127,22 @@ def bounds(options: Options, t: Any) -> tuple[Any, Any]:
     annealed = library(t).log1p((t - options["scheduled"]).clip(min=0) / options["anneal"])
     fall = (annealed - logarithm(over(peak, lr))).clip(min=0)
     return fall, ceiling - fall
+
+
+def decay_rate(options: Options) -> Scalar:
+    """What part of the weights decays in a step: ``weight_decay`` times lr, which anneals as the bounds of c do.
+
+    If lr stayed up while steps anneal, decay would take over in long runs.
+
+    >>> options = {"weight_decay": 0.1, "gains": True, "anneal": 1000.0, "lr": 0.01, "peak_lr": 0.01, "scheduled": 0}
+    >>> decay_rate({**options, "steps": 0}), decay_rate({**options, "steps": 1000})
+    (0.001, 0.0005)
+    """
+    rate: Scalar = options["lr"]
+    if options["gains"] and options["anneal"]:
+        t = largest(options["steps"] - options["scheduled"], 0)
+        rate = smallest(rate, options["peak_lr"] / (1 + t / options["anneal"]))
+    return rate * options["weight_decay"]  # type: ignore[no-any-return]  # an option is of any type
 
 
 def trust(norm_sq: Any, t: Any, squares: Any, b2: float) -> Any:

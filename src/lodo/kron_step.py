@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lodo.group import Options
-from lodo.kron_learning import is_host, kept, learn_from_last_step, power, trust
+from lodo.kron_learning import decay_rate, is_host, kept, learn_from_last_step, power, trust
 from lodo.kron_state import coded, decoded, unit_of
 from lodo.rounding import random_bits, round_to, update_key
 from lodo.scalars import Flag, Scalar
@@ -268,7 +268,7 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
             if stack.has_bases and enters:
                 follow_covariances(options, stack, G, X, refresh, ok)
         next_steps(options, bundle, part, each, rates, ok)
-        move(part, each.X, 1 - lr * options["weight_decay"])
+        move(part, each.X, 1 - decay_rate(options) * share(0.0, ok, reading.sums))
 
 
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:

@@ -4,7 +4,7 @@ Bases need whole matrices, so the owner of a tensor that is sharded gathers its 
 
     gather     pieces of gradients to their owners      (not under DDP, where everyone has whole gradients)
     step       of the owners, on whole tensors
-    scatter    changes to everyone who holds a piece    W = (1 - lr weight_decay) W + change
+    scatter    changes to everyone who holds a piece    W = (1 - decay) W + change
                                                         (under DDP new weights, which everyone holds)
 
 All that two ranks have to tell each other is one message a round. While one round is worked on, the gradients of the
@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from lodo.distributed import local, local_gradient, shard_of
 from lodo.group import Options, name_of
+from lodo.kron_learning import decay_rate
 from lodo.kron_state import memory_of, outline
 from lodo.layout import real
 from lodo.messages import Expected, Transfer
@@ -214,7 +215,7 @@ class Circle:
         return [[*header] if other else [] for other in others], [[*like] if other else [] for other in others]
 
     def _apply(self, groups: Sequence[Options], number: int, sent: Transfer, ok: Flag) -> None:
-        """``W = (1 - lr weight_decay) W + change`` for pieces; weights that are whole are replaced."""
+        """``W = (1 - decay) W + change`` for pieces; weights that are whole are replaced."""
         received = sent.wait()
         if number == 0 and not self.gathers:
             self._check_flags(received)
@@ -234,8 +235,7 @@ class Circle:
                 local(item.p).copy_(change)
         for index, (weights, steps) in moved.items():
             options = groups[index]
-            lr = options["lr"] * (ok.to(torch.float32) if isinstance(ok, Tensor) else 1.0)
-            decay = 1 - lr * options["weight_decay"]
+            decay = 1 - decay_rate(options) * (ok.to(torch.float32) if isinstance(ok, Tensor) else 1.0)
             if isinstance(decay, Tensor) or decay != 1:
                 torch._foreach_mul_(weights, decay)
             torch._foreach_add_(weights, steps)
