@@ -44,6 +44,7 @@ bench: setup
 	$(BIN)/python benchmarks/kron.py
 	$(BIN)/python benchmarks/divided.py
 	$(BIN)/python benchmarks/compiled.py
+	$(BIN)/python benchmarks/registers.py
 
 release-check: setup
 	$(BIN)/python tools/release_check.py

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -79,8 +80,8 @@ def cost(function: Callable[..., Any], *arguments: Any, **constants: Any) -> Cos
     return found[0]
 
 
-def measure(n: int, options: dict[str, Any]) -> dict[str, float]:
-    """The kernels and bytes of a step of n parameters: all layers go up and down with g, learning, and with u."""
+def passes(n: int, options: dict[str, Any]) -> dict[str, partial[Any]]:
+    """What is called for each layer in a step of n parameters, in its order."""
     chosen = from_recipe(**options)
     family, meta = as_family(chosen["preconditioner"]), as_meta_optimizer(chosen["meta_optimizer"])
     assert isinstance(family, Mixing)
@@ -91,23 +92,29 @@ def measure(n: int, options: dict[str, Any]) -> dict[str, float]:
     lesson = (torch.zeros(8, dtype=torch.float64), noise(B, meta))
     moments = [torch.empty_like(B, dtype=meta.stored_dtype) for _ in meta.moments]
     outs = [] if p is None else [torch.empty(hidden), torch.empty(hidden)]
-    passes = {
-        "up with g": cost(layers.rise, B, p, v) if saved else cost(layers.rise, B, p, v, v.clone()),
-        "down with g": cost(layers.fall, B, p, [v], outs[:1])
-        if saved
-        else cost(layers.fall, B, p, [v, v.clone()], outs),
-        "learning": cost(
-            layers.learn, B, p, moments, v, v.clone(), v.clone(), v.clone(), *lesson, rule=RULES[meta.kind]
-        ),
-        "up with u": cost(layers.rise, B, p, v),
-        "down with u": cost(layers.fall, B, p, [v], outs[:1]),
+    up, down = partial(layers.rise, B, p, v), partial(layers.fall, B, p, [v], outs[:1])
+    vectors = (v, v.clone(), v.clone(), v.clone())
+    return {
+        "up with g": up if saved else partial(layers.rise, B, p, v, v.clone()),
+        "down with g": down if saved else partial(layers.fall, B, p, [v, v.clone()], outs),
+        "learning": partial(layers.learn, B, p, moments, *vectors, *lesson, rule=RULES[meta.kind]),
+        "up with u": up,
+        "down with u": down,
     }
-    total = family.depth * sum(one.bytes for one in passes.values())
+
+
+def measure(n: int, options: dict[str, Any]) -> dict[str, float]:
+    """The kernels and bytes of a step of n parameters: all layers go up and down with g, learning, and with u."""
+    chosen = from_recipe(**options)
+    family, meta = as_family(chosen["preconditioner"]), as_meta_optimizer(chosen["meta_optimizer"])
+    assert isinstance(family, Mixing)
+    costs = {name: cost(call.func, *call.args, **call.keywords) for name, call in passes(n, options).items()}
+    total = family.depth * sum(one.bytes for one in costs.values())
     roofline = roofline_bytes(n, family, meta)
     return {
-        "launches": family.depth * sum(one.launches for one in passes.values()),
+        "launches": family.depth * sum(one.launches for one in costs.values()),
         "launches_a_layer_and_pass": max(
-            passes["down with g"].launches + passes["learning"].launches, passes["up with g"].launches
+            costs["down with g"].launches + costs["learning"].launches, costs["up with g"].launches
         ),
         "bytes_per_parameter": total / n,
         "roofline_bytes_per_parameter": roofline / n,

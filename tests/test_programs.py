@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -115,6 +116,50 @@ def test_benchmark_of_ranks(tmp_path):
     assert found["sharded_bytes"] == pytest.approx(1.0, abs=0.01)
     assert found["divided_state"] < 0.55
     assert found["divided_step"] > 0
+
+
+@pytest.mark.slow
+def test_benchmark_of_registers(tmp_path):
+    pytest.importorskip("triton")
+    text, out = benchmark("registers", tmp_path, "--quick")
+    assert "The Triton kernels of a layer" in text
+    found = json.loads(out.read_text())["results"]["LODO"]["sm_90"]
+    assert found.keys() == {"up with g, up with u", "down with g, down with u", "learning"}
+    assert len(found["learning"]["kernels"]) == 1
+    assert found["learning"]["bytes_per_parameter"] > 2 * 4 * 4 * (3 + 3)  # theta and two moments, read and written
+    for needed in found.values():
+        least, most = needed["registers"]
+        assert 8 <= least <= most <= 255
+        assert needed["spilled_bytes"] == [0, 0]
+        assert {one["registers"] for candidates in needed["kernels"] for one in candidates} >= {least, most}
+
+
+def test_without_triton_the_benchmark_of_registers_says_so(tmp_path, monkeypatch):
+    (tmp_path / "triton.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    text, out = benchmark("registers", tmp_path)
+    assert "pip install triton==3.7.1 beside the CPU build of torch" in text
+    assert not out.exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, where it is imported
+def test_figures_of_a_compiled_kernel(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    registers = load(ROOT / "benchmarks" / "registers.py")
+    text = " Function k:\n  REG:40 STACK:8 SHARED:16 LOCAL:0 CONSTANT[0]:600 TEXTURE:0 SURFACE:0 SAMPLER:0"
+    assert registers.resources(text) == {
+        "REG": 40,
+        "STACK": 8,
+        "SHARED": 16,
+        "LOCAL": 0,
+        "TEXTURE": 0,
+        "SURFACE": 0,
+        "SAMPLER": 0,
+    }
+    used = [registers.Usage(n, spilled=0, shared=0, warps=warps) for n, warps in ((32, 8), (33, 4), (64, 8), (255, 4))]
+    assert [registers.resident(one) for one in used] == [64, 48, 32, 8]
+    assert registers.as_text((24, 40)) == "24-40"
+    assert registers.as_text((32, 32)) == "32"
 
 
 def test_roofline_counts_the_passes():
