@@ -88,6 +88,8 @@ class KronOracle:
         annealed = lr
         if self.gains and self.anneal:
             annealed = min(lr, self.peak / (1 + max(self.t - self.scheduled, 0) / self.anneal))
+        if self.gains:
+            annealed *= min(1.0, 3e-3 / self.peak)
         p.mul_(1 - annealed * self.weight_decay).add_(move(c, w).reshape(p.shape))
 
     def _refreshed(self, A: Tensor, P: Tensor) -> Tensor:

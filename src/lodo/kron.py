@@ -11,7 +11,7 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     M, V = averages of X, X^2                       M over ever more steps, `averaging` t of them
     R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
     S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
-    W  = (1 - lr' weight_decay) W - lr e^c P S Q'   lr' annealed without a gain
+    W  = (1 - lr' weight_decay) W - lr e^c P S Q'   lr' annealed, without a gain
 
 A dimension of 1, above ``max_dim``, or more than 16 times the other has the identity for its basis. Of the last step,
 X / R is kept for <X, D>; in 8 bits unless parameters are in double precision (`lodo.kron_state.unit_of`).
@@ -74,8 +74,8 @@ class KronLODO(Optimizer):
         meta_lr: the rate at which the log-gains are learned.
         betas: the decays of the averages M and V, of M at the start of the run (see ``averaging``); the second is that
             of the covariances too.
-        weight_decay: decoupled, as in AdamW: ``W`` shrinks by ``lr * weight_decay``, whatever the gain, with an ``lr``
-            that anneals as steps do (see ``anneal``).
+        weight_decay: decoupled, as in AdamW: ``W`` shrinks by ``lr * weight_decay``. Where gains are learned, the
+            ``lr`` of this is at most 3e-3 and anneals as steps do (see ``anneal``), whatever the gains are.
         eps: added to the root of V.
         maximize: maximize the objective instead.
         basis: ``"kronecker"`` (the eigenvectors of the gradients' covariances), ``"orthogonal"`` (Muon's direction; no

@@ -130,18 +130,21 @@ def bounds(options: Options, t: Any) -> tuple[Any, Any]:
 
 
 def decay_rate(options: Options) -> Scalar:
-    """What part of the weights decays in a step: ``weight_decay`` times lr, which anneals as the bounds of c do.
+    """What part of the weights decays in a step: ``weight_decay`` times the lr of steps whose gain stays as it starts.
 
-    If lr stayed up while steps anneal, decay would take over in long runs.
+    Where gains are learned, that lr is at most `FIRST`, and anneals as the bounds of c do. If it stayed up while steps
+    anneal, decay would take over in long runs.
 
-    >>> options = {"weight_decay": 0.1, "gains": True, "anneal": 1000.0, "lr": 0.01, "peak_lr": 0.01, "scheduled": 0}
+    >>> options = {"weight_decay": 0.1, "gains": True, "anneal": 1000.0, "lr": 1e-3, "peak_lr": 1e-3, "scheduled": 0}
     >>> decay_rate({**options, "steps": 0}), decay_rate({**options, "steps": 1000})
-    (0.001, 0.0005)
+    (0.0001, 5e-05)
     """
     rate: Scalar = options["lr"]
-    if options["gains"] and options["anneal"]:
-        t = largest(options["steps"] - options["scheduled"], 0)
-        rate = smallest(rate, options["peak_lr"] / (1 + t / options["anneal"]))
+    if options["gains"]:
+        if options["anneal"]:
+            t = largest(options["steps"] - options["scheduled"], 0)
+            rate = smallest(rate, options["peak_lr"] / (1 + t / options["anneal"]))
+        rate = rate * smallest(1.0, over(FIRST, options["peak_lr"]))
     return rate * options["weight_decay"]  # type: ignore[no-any-return]  # an option is of any type
 
 
