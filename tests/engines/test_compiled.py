@@ -168,6 +168,18 @@ def test_another_setting_is_another_graph():
     assert before is not graphs.graph(compiled_engine.layers.rise, "cpu_float64_random_8")
 
 
+def test_options_for_a_device(monkeypatch):
+    """None of them for CPUs, and none that this version of torch does not have."""
+    from torch._inductor import config
+
+    rows = "max_complex_pointwise_cat_inputs"
+    assert graphs.options_for("rise", "cpu") == graphs.options_for("fall", "cpu") == graphs.OPTIONS
+    assert rows not in graphs.options_for("fall", "cuda")
+    monkeypatch.setattr(graphs, "_ROWS_ON_DEVICES", {"max_fusion_size": 7, "an_option_of_another_version": 0})
+    assert graphs.options_for("rise", "cuda").items() >= {**graphs.OPTIONS, "max_fusion_size": 7}.items()
+    assert all(hasattr(config, name) for name in graphs.options_for("rise", "cuda"))
+
+
 def test_a_slow_first_call_says_that_it_compiles(monkeypatch, caplog):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 

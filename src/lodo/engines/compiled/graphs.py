@@ -20,6 +20,26 @@ OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 1000,
     "max_pointwise_cat_inputs": 0,  # rows of a product are written where they belong, not selected by masks
 }
+_ON_DEVICES: dict[str, Any] = {
+    "realize_acc_reads_threshold": 1000,  # as realize_reads_threshold, for a value that is used once
+}
+_ROWS_ON_DEVICES: dict[str, Any] = {
+    "max_complex_pointwise_cat_inputs": 0,  # as max_pointwise_cat_inputs, which is not enough where masks are possible
+}
+
+
+def options_for(function: str, device: str) -> dict[str, Any]:
+    """Inductor's options for a function and a type of device, as far as this version of torch has them.
+
+    Going up, Inductor fuses the gather into rows that are written where they belong, but not into masked ones. Going
+    down, it fuses the scatter with masked rows only. For CPUs it never writes masked rows.
+    """
+    if device == "cpu":
+        return OPTIONS
+    from torch._inductor import config
+
+    more = {**_ON_DEVICES, **(_ROWS_ON_DEVICES if function == "rise" else {})}
+    return {**OPTIONS, **{name: value for name, value in more.items() if hasattr(config, name)}}
 
 
 def missing_for(device: torch.device) -> str:
@@ -63,7 +83,8 @@ class Graph:
         twin = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
         twin.__kwdefaults__ = function.__kwdefaults__
         self._name = function.__name__
-        self._compiled = torch.compile(twin, fullgraph=True, dynamic=True, options=OPTIONS)
+        options = options_for(function.__name__, setting.partition("_")[0])
+        self._compiled = torch.compile(twin, fullgraph=True, dynamic=True, options=options)
         self._called: set[tuple[object, ...]] = set()
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
