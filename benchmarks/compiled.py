@@ -4,9 +4,9 @@
     python benchmarks/compiled.py --sizes 94696
 
 There is no clock here: counts say what a device has to do, not how long it takes. Inductor fuses the operations of a
-layer into kernels; of each kernel, the bytes of every array that it reads or writes count once. Fused as for CPUs: the
-rules are mostly the same for a GPU, but not all. A few operations on vectors of n numbers and on single numbers, which
-are not compiled, are not counted. The roofline's bytes are those that docs/algorithm.md counts for a fused step.
+layer into kernels; of each kernel, the bytes of every array that it reads or writes count once. Fused as for CPUs:
+registers.py counts what is fused for GPUs. A few operations on vectors of n numbers and on single numbers, which are
+not compiled, are not counted. The roofline's bytes are those that docs/algorithm.md counts for a fused step.
 """
 
 from __future__ import annotations
@@ -80,12 +80,18 @@ def cost(function: Callable[..., Any], *arguments: Any, **constants: Any) -> Cos
     return found[0]
 
 
+def parts(options: dict[str, Any]) -> tuple[Mixing, MetaOptimizer]:
+    """The network and the meta-optimizer."""
+    chosen = from_recipe(**options)
+    family = as_family(chosen["preconditioner"])
+    assert isinstance(family, Mixing)
+    return family, as_meta_optimizer(chosen["meta_optimizer"])
+
+
 def passes(n: int, options: dict[str, Any]) -> dict[str, partial[Any]]:
     """What is called for each layer in a step of n parameters, in its order."""
-    chosen = from_recipe(**options)
-    family, meta = as_family(chosen["preconditioner"]), as_meta_optimizer(chosen["meta_optimizer"])
-    assert isinstance(family, Mixing)
-    saved: bool = chosen["save_activations"]
+    family, meta = parts(options)
+    saved: bool = from_recipe(**options)["save_activations"]
     k, hidden = family.block_size, family.hidden(n)
     B, v = torch.empty(k, k, hidden // k), torch.empty(hidden)
     p = torch.zeros(k, hidden // k, dtype=torch.int32) if family.mixing == "random" else None
@@ -105,9 +111,7 @@ def passes(n: int, options: dict[str, Any]) -> dict[str, partial[Any]]:
 
 def measure(n: int, options: dict[str, Any]) -> dict[str, float]:
     """The kernels and bytes of a step of n parameters: all layers go up and down with g, learning, and with u."""
-    chosen = from_recipe(**options)
-    family, meta = as_family(chosen["preconditioner"]), as_meta_optimizer(chosen["meta_optimizer"])
-    assert isinstance(family, Mixing)
+    family, meta = parts(options)
     costs = {name: cost(call.func, *call.args, **call.keywords) for name, call in passes(n, options).items()}
     total = family.depth * sum(one.bytes for one in costs.values())
     roofline = roofline_bytes(n, family, meta)

@@ -12,8 +12,8 @@ kernels of a pass and their candidates; the JSON has each.
 
 Registers and spills are those of a thread. What does not fit into registers is spilled to memory, which is slow: zero
 is best. A multiprocessor has 65,536 registers, and room for 64 warps of 32 threads: with up to 32 registers a thread,
-all 64 warps can be resident at once, with more only some of them. Bytes are counted as in compiled.py, but for the
-kernels of a GPU, and for one layer.
+all 64 warps can be resident at once, with more only some of them. Kernels and bytes are counted as in compiled.py, but
+for a GPU: in the first table for one pass through a layer, in the second for a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import argparse
 import ast
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,9 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 from torch.utils._triton import has_triton_package
 
-from compiled import VARIANTS, passes
-from lodo.engines.compiled.graphs import OPTIONS
-from measuring import write
+from compiled import MOST_BYTES, VARIANTS, parts, passes, roofline_bytes
+from lodo.engines.compiled.graphs import options_for
+from measuring import with_target, write
 
 SIZE, QUICK_SIZE = 94_696, 300
 GPUS = {"sm_80": 108, "sm_90": 132}  # multiprocessors: those of an A100 and an H100
@@ -138,7 +138,7 @@ def written(call: partial[Any]) -> Code:
         raise Written
 
     torch._dynamo.reset()
-    options = {**OPTIONS, "fx_graph_cache": False}
+    options = {**options_for(call.func.__name__, "cuda"), "fx_graph_cache": False}
     compiled = torch.compile(call.func, fullgraph=True, dynamic=True, options=options)
     with (
         patch.object(_InProcessFxCompile, "codegen_and_compile", lower_for_gpu),
@@ -229,12 +229,22 @@ def resident(used: Usage) -> int:
 
 
 def measure(n: int, options: dict[str, Any], gpu: str) -> dict[str, dict[str, Any]]:
-    """For each pass through a layer, what its kernels need; the same call in two passes counts once."""
+    """What the kernels of each pass through a layer need, and what a step does; equal passes have one entry."""
     calls: dict[partial[Any], list[str]] = {}
     for name, call in passes(n, options).items():
         calls.setdefault(call, []).append(name)
     with pretended(gpu):
-        return {", ".join(names): summary(n, written(call)) for call, names in calls.items()}
+        found = {tuple(names): summary(n, written(call)) for call, names in calls.items()}
+    family, meta = parts(options)
+    total = family.depth * sum(len(names) * needed["bytes_per_parameter"] for names, needed in found.items())
+    step = {
+        "kernels": family.depth * sum(len(names) * len(needed["kernels"]) for names, needed in found.items()),
+        "bytes_per_parameter": total,
+        "bytes_over_roofline": total * n / roofline_bytes(n, family, meta),
+        "registers": widest(needed["registers"] for needed in found.values()),
+        "spilled_bytes": widest(needed["spilled_bytes"] for needed in found.values()),
+    }
+    return {"passes": {", ".join(names): needed for names, needed in found.items()}, "step": step}
 
 
 def summary(n: int, code: Code) -> dict[str, Any]:
@@ -255,6 +265,16 @@ def span(every: list[Usage], figure: Callable[[Usage], int]) -> tuple[int, int]:
     """The least and the most of a figure."""
     figures = [figure(one) for one in every]
     return min(figures), max(figures)
+
+
+def widest(spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The range that has all of the ranges in it.
+
+    >>> widest([(24, 40), (32, 72)])
+    (24, 72)
+    """
+    least, most = zip(*spans, strict=True)
+    return min(least), max(most)
 
 
 def as_text(least_and_most: tuple[int, int]) -> str:
@@ -280,10 +300,32 @@ def show(n: int, results: dict[str, dict[str, dict[str, dict[str, Any]]]]) -> No
         table.add_column(column, justify="left" if column in ("optimizer", "GPU", "pass") else "right")
     for variant, gpus in results.items():
         for gpu, found in gpus.items():
-            for name, needed in found.items():
+            for name, needed in found["passes"].items():
                 texts = [as_text(needed[figure]) for figure in figures]
                 counts = (str(len(needed["kernels"])), f"{needed['bytes_per_parameter']:.0f}")
                 table.add_row(variant, gpu, name, *counts, *texts)
+    Console().print(table)
+    show_steps(n, results)
+
+
+def show_steps(n: int, results: dict[str, dict[str, dict[str, dict[str, Any]]]]) -> None:
+    table = Table(title=f"A step on a GPU, counted in these kernels (n = {n:,}), with targets in brackets")
+    columns = ("kernels", "bytes per parameter", "over the roofline's", "registers", "spilled bytes")
+    for column in ("optimizer", "GPU", *columns):
+        table.add_column(column, justify="left" if column in ("optimizer", "GPU") else "right")
+    for variant, gpus in results.items():
+        for gpu, found in gpus.items():
+            step = found["step"]
+            ratio = step["bytes_over_roofline"]
+            table.add_row(
+                variant,
+                gpu,
+                str(step["kernels"]),
+                f"{step['bytes_per_parameter']:,.0f}",
+                with_target(f"{ratio:.2f}", ratio, MOST_BYTES, at_least=False),
+                as_text(step["registers"]),
+                as_text(step["spilled_bytes"]),
+            )
     Console().print(table)
 
 

@@ -123,7 +123,9 @@ def test_benchmark_of_registers(tmp_path):
     pytest.importorskip("triton")
     text, out = benchmark("registers", tmp_path, "--quick")
     assert "The Triton kernels of a layer" in text
-    found = json.loads(out.read_text())["results"]["LODO"]["sm_90"]
+    assert "A step on a GPU" in text
+    measured = json.loads(out.read_text())["results"]["LODO"]["sm_90"]
+    found, step = measured["passes"], measured["step"]
     assert found.keys() == {"up with g, up with u", "down with g, down with u", "learning"}
     assert len(found["learning"]["kernels"]) == 1
     assert found["learning"]["bytes_per_parameter"] > 2 * 4 * 4 * (3 + 3)  # theta and two moments, read and written
@@ -132,6 +134,33 @@ def test_benchmark_of_registers(tmp_path):
         assert 8 <= least <= most <= 255
         assert needed["spilled_bytes"] == [0, 0]
         assert {one["registers"] for candidates in needed["kernels"] for one in candidates} >= {least, most}
+    assert step["kernels"] == 16 * 5
+    assert step["bytes_over_roofline"] <= 1.25
+    assert step["spilled_bytes"] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, where it is imported
+@pytest.mark.parametrize(
+    ("variant", "kernels", "bytes_"),
+    [
+        ("LODO", (1, 1, 1, 1, 1), 472),
+        ("LODO, shuffle", (1, 1, 1, 1, 1), 416),
+        ("LODO, robust", (1, 1, 1, 1, 1), 388),
+        ("LODO, compact", (1, 1, 1, 1, 1), 642),
+        ("LODO, schedule-free", (1, 1, 4, 1, 1), 448),  # a sum over all blocks takes three kernels
+    ],
+)
+def test_a_layer_is_fused_on_a_gpu(variant, kernels, bytes_, monkeypatch):
+    """A kernel for each pass, and no more bytes a parameter than docs/performance.md says."""
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    registers = load(ROOT / "benchmarks" / "registers.py")
+    n = 94_696
+    with registers.pretended("sm_90"):
+        codes = [registers.written(call) for call in registers.passes(n, registers.VARIANTS[variant]).values()]
+    assert tuple(len(code.kernels) for code in codes) == kernels
+    assert sum(code.bytes for code in codes) / n < 1.01 * bytes_
 
 
 def test_without_triton_the_benchmark_of_registers_says_so(tmp_path, monkeypatch):
