@@ -16,7 +16,7 @@ from torch import Tensor
 from lodo.group import Options
 from lodo.kron_state import FIRST
 from lodo.meta import BETA2, adam_step
-from lodo.scalars import Flag, Scalar, largest, logarithm, over, smallest, where
+from lodo.scalars import Flag, Scalar, as_real, largest, logarithm, over, smallest, where
 
 CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
@@ -142,7 +142,7 @@ def decay_rate(options: Options) -> Scalar:
     rate: Scalar = options["lr"]
     if options["gains"]:
         if options["anneal"]:
-            t = largest(options["steps"] - options["scheduled"], 0)
+            t = as_real(largest(options["steps"] - options["scheduled"], 0))
             rate = smallest(rate, options["peak_lr"] / (1 + t / options["anneal"]))
         rate = rate * smallest(1.0, over(FIRST, options["peak_lr"]))
     return rate * options["weight_decay"]  # type: ignore[no-any-return]  # an option is of any type
