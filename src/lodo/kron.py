@@ -98,7 +98,8 @@ class KronLODO(Optimizer):
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         nonfinite: what to do if a gradient is NaN, infinite, or so large that its square would be: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other
-            than the CPU, the error comes with the next step, so that no step waits for the device.
+            than the CPU, the error comes with the next step, so that no step waits for the device; and a refused step
+            counts for the next refresh of the bases and for the annealing of ``weight_decay``.
         distribute: under DDP, divide the work between the ranks: each tensor has an owner, which takes its step,
             sends it to the others and alone holds its state. The result is the same, bit for bit. Work on parameters
             that are sharded (FSDP2, tensor parallelism) is always divided.
