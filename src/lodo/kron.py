@@ -99,7 +99,7 @@ class KronLODO(Optimizer):
         nonfinite: what to do if a gradient is NaN, infinite, or so large that its square would be: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other
             than the CPU, the error comes with the next step, so that no step waits for the device; and a refused step
-            counts for the next refresh of the bases and for the annealing of ``weight_decay``.
+            counts for the next refresh of the bases, and as a step of a schedule.
         distribute: under DDP, divide the work between the ranks: each tensor has an owner, which takes its step,
             sends it to the others and alone holds its state. The result is the same, bit for bit. Work on parameters
             that are sharded (FSDP2, tensor parallelism) is always divided.
@@ -107,9 +107,9 @@ class KronLODO(Optimizer):
             rank that differs. None compares nothing.
 
     All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. A group also
-    has ``steps``, ``peak_lr`` and ``scheduled``: the number of its steps, its highest ``lr`` so far, and the number of
-    steps in which ``lr`` was below that. If work is divided, `step`, `state_dict` and `load_state_dict` have to be
-    called on every rank.
+    has ``steps``, ``refused``, ``peak_lr`` and ``scheduled``: the number of its steps, how many of these a device has
+    refused, its highest ``lr`` so far, and the number of steps in which ``lr`` was below that. If work is divided,
+    `step`, `state_dict` and `load_state_dict` have to be called on every rank.
 
     Example:
         >>> import torch
@@ -184,6 +184,7 @@ class KronLODO(Optimizer):
             "steps": 0,
             "peak_lr": 0.0,
             "scheduled": 0,
+            "refused": 0,
         }
         check_options(defaults)
         super().__init__(params, defaults)
@@ -226,10 +227,12 @@ class KronLODO(Optimizer):
             here = ok.to(reading.sums.device) if isinstance(ok, Tensor) else ok
             advance(self.param_groups[index], bundle, reading, rises[index], here)
         division.step(self.param_groups, ok, lambda i, *rest: step_at_once(self.param_groups[i], rises[i], *rest))
+        self._refused = torch.logical_not(ok) if isinstance(ok, Tensor) else None
         for options in self.param_groups:
-            options["steps"] += any(p.grad is not None and p.numel() for p in options["params"])
-        if isinstance(ok, Tensor):
-            self._refused = torch.logical_not(ok)
+            if any(p.grad is not None and p.numel() for p in options["params"]):
+                options["steps"] += 1
+                if self._refused is not None:
+                    options["refused"] = options["refused"] + self._refused
         self._check_sync(division)
         return loss
 

@@ -135,14 +135,14 @@ def decay_rate(options: Options) -> Scalar:
     Where gains are learned, that lr is at most `FIRST`, and anneals as the bounds of c do. If it stayed up while steps
     anneal, decay would take over in long runs.
 
-    >>> options = {"weight_decay": 0.1, "gains": True, "anneal": 1000.0, "lr": 1e-3, "peak_lr": 1e-3, "scheduled": 0}
-    >>> decay_rate({**options, "steps": 0}), decay_rate({**options, "steps": 1000})
-    (0.0001, 5e-05)
+    >>> options = {"weight_decay": 0.1, "gains": True, "anneal": 1000.0, "lr": 1e-3, "peak_lr": 1e-3}
+    >>> [decay_rate({**options, "steps": steps, "refused": 0, "scheduled": 0}) for steps in (0, 1000)]
+    [0.0001, 5e-05]
     """
     rate: Scalar = options["lr"]
     if options["gains"]:
         if options["anneal"]:
-            t = as_real(largest(options["steps"] - options["scheduled"], 0))
+            t = as_real(largest(options["steps"] - options["refused"] - options["scheduled"], 0))
             rate = smallest(rate, options["peak_lr"] / (1 + t / options["anneal"]))
         rate = rate * smallest(1.0, over(FIRST, options["peak_lr"]))
     return rate * options["weight_decay"]  # type: ignore[no-any-return]  # an option is of any type

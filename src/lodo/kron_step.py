@@ -262,13 +262,17 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         numbers["skipped"].add_(torch.logical_not(ok))
     lr = options["lr"] * share(0.0, ok, reading.sums)
     rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
+    decay = decay_rate(options)
+    if isinstance(decay, Tensor):
+        decay = decay.to(reading.sums.device)
+    decay = decay * share(0.0, ok, reading.sums)
     enters, refresh = (options["steps"] % interval == 0 for interval in intervals(options))
     for part, each in zip(bundle.parts, reading.parts, strict=True):
         for stack, G, X in zip(part.stacks, each.G, each.X, strict=True):
             if stack.has_bases and enters:
                 follow_covariances(options, stack, G, X, refresh, ok)
         next_steps(options, bundle, part, each, rates, ok)
-        move(part, each.X, 1 - decay_rate(options) * share(0.0, ok, reading.sums))
+        move(part, each.X, 1 - decay)
 
 
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
