@@ -93,8 +93,9 @@ class KronLODO(Optimizer):
             averaged over twice as many steps as at first (see ``averaging``).
         guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
-            the step is taken with the exact ones. The covariances stay whole, because bfloat16 would lose their small
-            eigenvalues. None keeps everything in float32, or in float64 for parameters in double precision.
+            the step is taken with the exact ones. The bases are in float16, which is more precise between -1 and 1. The
+            covariances stay whole, because their small eigenvalues would be lost. None keeps everything in float32, or
+            in float64 for parameters in double precision.
         backend: ``"auto"`` (Numba on the CPU if it is installed), ``"numba"`` or ``"reference"``.
         nonfinite: what to do if a gradient is NaN, infinite, or so large that its square would be: ``"raise"`` an
             error, or ``"skip"`` the step and count it in `skipped_steps`. Either way nothing changes. On a device other

@@ -25,7 +25,13 @@ from lodo.stacks import State, matrix_shape, state_dtype
 FIRST = 3e-3  # the largest lr e^c of a first step
 BASES = ("kronecker", "orthogonal", "none")
 LOPSIDED = 16  # how many times the other dimension a dimension may be and still have a basis
-SHORT = ("exp_avg", "exp_avg_sq", "direction", "left_basis", "right_basis")  # what may be in bfloat16
+SHORT = {  # what may have 16 bits; bases, whose entries are at most 1, need precision rather than range
+    "exp_avg": torch.bfloat16,
+    "exp_avg_sq": torch.bfloat16,
+    "direction": torch.bfloat16,
+    "left_basis": torch.float16,
+    "right_basis": torch.float16,
+}
 
 KINDS = {  # what the tensors of a state are, as fields of `KronMemory`
     "exp_avg": "averages",
@@ -101,13 +107,13 @@ def first_gain(lr: Scalar) -> Scalar:
 def stored_dtype(name: str, p: Tensor, options: Options) -> torch.dtype:
     """The dtype in which a tensor of a parameter's state is stored.
 
-    >>> stored_dtype("exp_avg", torch.zeros(2, 3), {"state_dtype": "bfloat16"})
-    torch.bfloat16
+    >>> [stored_dtype(name, torch.zeros(2, 3), {"state_dtype": "bfloat16"}) for name in ("exp_avg", "left_basis")]
+    [torch.bfloat16, torch.float16]
     """
     exact, short = state_dtype(p), options["state_dtype"] is not None
     if name == "scaled_grad" and (short or exact == torch.float32):
         return torch.int8
-    return torch.bfloat16 if short and name in SHORT else exact
+    return SHORT.get(name, exact) if short else exact
 
 
 def _gated(options: Options) -> bool:
