@@ -248,13 +248,26 @@ def test_times_of_different_machines_are_not_compared_in_silence():
 
 def test_the_tasks_and_the_optimizers_are_those_of_the_benchmark():
     entries = own_entries()
-    assert len(entries.rivals) == 10
+    assert len(entries.usual_rivals) == 10
     assert len(entries.tasks.keys() - entries.extra) == 8
     request = experiments.load("networks").request()
     assert list(workloads(request)) == [name for name in entries.tasks if name != "gpt_long"]
     assert len(request.choices) == 10
     for load in entries.tasks.values():
         assert find_task(load.task)
+
+
+def test_some_optimizers_are_run_only_if_they_are_named(tmp_path):
+    experiment = experiments.load("networks-untouched")
+    assert "KronLODO averaged" not in [choice.label for choice in experiment.request().choices]
+    named = experiment.request(choices=experiment.parse("kron_lodo_averaged"))
+    assert [choice.label for choice in named.choices] == ["KronLODO averaged"]
+    path = tmp_path / "mine.toml"
+    path.write_text("[rivals]\nkron_lodo_averaged = { lr = 0.01 }\nlion = { lr = 1e-4, extra = true }")
+    experiment.add_rivals(path)
+    labels = [choice.label for choice in experiment.request().choices]
+    assert "KronLODO, averaged" in labels, "a line of one's own replaces it"
+    assert "Lion" not in labels
 
 
 def test_settings_of_a_long_task_are_chosen_by_shorter_trials():

@@ -58,7 +58,7 @@ class Entrant:
 class NetworksExperiment(Experiment):
     """Optimizers on several tasks, the tasks and the optimizers from networks.toml."""
 
-    optimizers = ", ".join(own_entries().rivals)
+    optimizers = ", ".join(own_entries().usual_rivals)
     row = TaskRow
     track: str
 
@@ -103,7 +103,7 @@ class NetworksExperiment(Experiment):
                 f"hyperparameters must be left out, since networks takes optimizers with --rivals, got "
                 f"{str(hyperparameters)!r}"
             )
-        names = self.entries.small_rivals if quick else self.entries.rivals
+        names = self.entries.small_rivals if quick else self.entries.usual_rivals
         size = self.quick if quick else self.full
         chosen = [self.named[name] for name in names] if choices is None else list(choices)
         for choice in chosen:

@@ -15,7 +15,7 @@ from lodo.lab.optimizers import Choice, resolve
 from lodo.lab.settings import read_settings
 from lodo.lab.tasks import check_task
 
-_RIVAL = ("optimizer", "label", "lr", "options")
+_RIVAL = ("optimizer", "label", "lr", "options", "extra")
 _TASK = ("task", "steps", "options", "extra", "tuning_steps", "quick", "quick_options")
 
 
@@ -45,6 +45,7 @@ class Entries:
         small_tasks: those of the small size.
         small_rivals: the names of the optimizers of the small size.
         extra: the names of the tasks that are run only if they are named.
+        extra_rivals: the names of such optimizers.
     """
 
     rivals: Mapping[str, Choice]
@@ -52,6 +53,12 @@ class Entries:
     small_tasks: Mapping[str, Workload]
     small_rivals: tuple[str, ...]
     extra: frozenset[str]
+    extra_rivals: frozenset[str]
+
+    @property
+    def usual_rivals(self) -> tuple[str, ...]:
+        """The names of the optimizers that are run if none is named."""
+        return tuple(name for name in self.rivals if name not in self.extra_rivals)
 
     def __or__(self, other: Entries) -> Entries:
         """These and others; a name that is in both stands for the other's."""
@@ -61,6 +68,7 @@ class Entries:
             {**self.small_tasks, **other.small_tasks},
             tuple(dict.fromkeys((*self.small_rivals, *other.small_rivals))),
             (self.extra - other.tasks.keys()) | other.extra,
+            (self.extra_rivals - other.rivals.keys()) | other.extra_rivals,
         )
 
 
@@ -98,16 +106,17 @@ def make_entries(found: Mapping[str, Any]) -> Entries:
     """
     for section in found:
         check_choice("a section", section, ("rivals", "tasks", "quick"))
-    tasks = found.get("tasks", {})
+    rivals, tasks = found.get("rivals", {}), found.get("tasks", {})
     for name, fields in tasks.items():
         for each in fields:
             check_choice(f"a field of {name}", each, _TASK)
     return Entries(
-        {name.lower(): _rival(name, fields) for name, fields in found.get("rivals", {}).items()},
+        {name.lower(): _rival(name, fields) for name, fields in rivals.items()},
         {name: _workload(name, fields, "steps") for name, fields in tasks.items()},
         {name: _workload(name, fields, "quick") for name, fields in tasks.items() if "quick" in fields},
         tuple(found.get("quick", {}).get("rivals", ())),
         frozenset(name for name, fields in tasks.items() if fields.get("extra")),
+        frozenset(name.lower() for name, fields in rivals.items() if fields.get("extra")),
     )
 
 
