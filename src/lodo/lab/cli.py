@@ -249,8 +249,9 @@ def compare(
     optimizers: Annotated[
         str | None,
         typer.Option(
-            help="The optimizers, with options: 'lodo(lr=0.1), torch.AdamW(lr=0.1)', as for `lodo run`. "
-            "Default: lodo and adam."
+            help="The optimizers, with options: 'lodo(lr=0.1), torch.AdamW(lr=0.1)', as for `lodo run`. Each may have "
+            "a schedule, 'cosine' or 'warmup_cosine': \"torch.AdamW(lr=0.1, schedule='cosine')\". Default: lodo and "
+            "adam."
         ),
     ] = None,
     page: Annotated[Path, typer.Option("--page", "-o", help="The HTML page to write.")] = Path("compare.html"),
