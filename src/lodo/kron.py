@@ -37,6 +37,7 @@ from lodo.estimate import readable
 from lodo.group import Options, name_of
 from lodo.kron_learning import follow_rate
 from lodo.kron_state import (
+    MAX_DIM,
     KronMemory,
     check_options,
     check_params,
@@ -47,6 +48,7 @@ from lodo.kron_state import (
     memory_of,
     restored,
     spelled_dtype,
+    warn_of_width,
 )
 from lodo.kron_step import advance, read, step_at_once, usable
 from lodo.ownership import Division, owned_here, replicated
@@ -69,11 +71,11 @@ class KronLODO(Optimizer):
 
     Args:
         params: parameters, named parameters or parameter groups.
-        lr: the first steps are this long, but no longer than 3e-3, however large ``lr`` is. From there gains make them
-            longer or shorter, as it pays. Any scheduler may change it.
+        lr: the length of the first steps, at most 3e-3. After that the gains lengthen or shorten them. Any scheduler
+            may change it.
         meta_lr: the rate at which the log-gains are learned.
-        betas: the decays of the averages M and V, of M at the start of the run (see ``averaging``); the second is that
-            of the covariances too.
+        betas: the decays of M (at the start of the run; see ``averaging``) and of V; the second is also that of the
+            covariances.
         weight_decay: decoupled, as in AdamW: ``W`` shrinks by ``lr * weight_decay``. Where gains are learned, the
             ``lr`` of this is at most 3e-3 and anneals as steps do (see ``anneal``), whatever the gains are.
         eps: added to the root of V.
@@ -88,9 +90,10 @@ class KronLODO(Optimizer):
         anneal: a tensor's steps become smaller no faster than ``1 / (1 + t / anneal)``. ``math.inf`` keeps them up,
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
             runs.
-        max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension.
-        refresh_every: the number of steps between refreshes of the bases. It doubles whenever the covariances are
-            averaged over twice as many steps as at first (see ``averaging``).
+        max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension. Set it
+            to the width of a model that is wider.
+        refresh_every: the number of steps between refreshes of the bases. It doubles each time the number of steps over
+            which the covariances are averaged has doubled (see ``averaging``).
         guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
             the step is taken with the exact ones. The bases are in float16, which is more precise between -1 and 1. The
@@ -104,8 +107,8 @@ class KronLODO(Optimizer):
         distribute: under DDP, divide the work between the ranks: each tensor has an owner, which takes its step,
             sends it to the others and alone holds its state. The result is the same, bit for bit. Work on parameters
             that are sharded (FSDP2, tensor parallelism) is always divided.
-        check_sync_every: compare what all ranks hold copies of every so many steps, and raise an error that names the
-            rank that differs. None compares nothing.
+        check_sync_every: every so many steps, compare the tensors of which all ranks hold copies, and raise an error
+            that names the rank that differs. None compares nothing.
 
     All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. A group also
     has ``steps``, ``refused``, ``peak_lr`` and ``scheduled``: the number of its steps, how many of these a device has
@@ -147,7 +150,7 @@ class KronLODO(Optimizer):
         gate_lr: float = 1e-3,
         averaging: float = 0.1,
         anneal: float = 1500.0,
-        max_dim: int = 1024,
+        max_dim: int = MAX_DIM,
         refresh_every: int = 10,
         guard: bool = True,
         state_dtype: str | torch.dtype | None = None,
@@ -312,6 +315,7 @@ class KronLODO(Optimizer):
         except Exception:
             del self.param_groups[index]
             raise
+        warn_of_width(self.param_groups[index], index)
         self._active.append([])
         self._stacked.append([])
 

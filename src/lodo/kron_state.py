@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from lodo.scalars import Scalar, logarithm, over, smallest
 from lodo.stacks import State, matrix_shape, state_dtype
 
 FIRST = 3e-3  # the largest lr e^c of a first step
+MAX_DIM = 1024  # the default of `max_dim`
 BASES = ("kronecker", "orthogonal", "none")
 LOPSIDED = 16  # how many times the other dimension a dimension may be and still have a basis
 SHORT = {  # what may have 16 bits; bases, whose entries are at most 1, need precision rather than range
@@ -300,6 +302,21 @@ def check_params(options: Options, index: int) -> None:
             raise TypeError(
                 f"KronLODO trains floating-point and complex tensors, but {name_of(options, index, j)} is {p.dtype}"
             )
+
+
+def warn_of_width(options: Options, index: int) -> None:
+    """Warn if the default of ``max_dim`` leaves most of a group without bases, which nobody would have chosen."""
+    if options["basis"] != "kronecker" or options["max_dim"] != MAX_DIM:
+        return
+    matrices = [(matrix_shape(p), p.numel()) for p in options["params"] if real(p).dim() > 1]
+    wide = [(min(shape), size) for shape, size in matrices if min(shape) > MAX_DIM]
+    if 2 * sum(size for _, size in wide) > sum(size for _, size in matrices):
+        warnings.warn(
+            f"{len(wide)} of the {len(matrices)} matrices of group {index} have no bases, because both of their "
+            f"dimensions are above max_dim = {MAX_DIM}: their steps are Adam's. Pass max_dim={max(wide)[0]} to give them "
+            "bases; lodo.plan says what that costs",
+            stacklevel=5,
+        )
 
 
 def check_rate(options: Options, index: int) -> None:

@@ -57,7 +57,7 @@ class LODO(Inspectable, Resumable):
         preconditioner: the family of G: `Mixing` (the paper's network), `Residual`, `Diagonal`, `Scalar`, `Dense`, or
             one of your own. Text such as ``"mixing(depth=8)"`` or ``"diagonal"`` means the same.
         momentum: what the network is fed: ``"fixed"``, the gradient average m (the paper's), or ``"learned"``, a mean
-            of m and the gradient whose weights are learned too, which makes ``beta`` uncritical.
+            of m and the gradient whose weights are learned too, so that ``beta`` hardly matters.
         meta_optimizer: what learns theta: `lodo.meta.Adam`, `lodo.meta.SGD`, or `lodo.meta.ScheduleFree` (two
             theta-sized arrays instead of three; for long runs on problems that do not change). Text such as
             ``"adam(moment_dtype='bfloat16')"`` means the same.

@@ -499,6 +499,16 @@ def test_averages_in_bfloat16_do_not_stand_still(backend):
     assert float(opt.state[x]["exp_avg_sq"].float().mean()) == pytest.approx((1 - 0.999**300) * 0.999**300, rel=0.01)
 
 
+def test_a_model_that_is_too_wide_for_bases_is_pointed_out():
+    wide = [Parameter(torch.empty(shape, device="meta")) for shape in ((1536, 2048), (2048, 2048), (64, 2048), (2048,))]
+    with pytest.warns(UserWarning, match=r"2 of the 3 matrices of group 0 have no bases.* Pass max_dim=2048") as caught:
+        KronLODO(wide)
+    assert [warning.filename for warning in caught] == [__file__]
+    for options in ({"max_dim": 2048}, {"max_dim": 1000}, {"basis": "none"}):
+        KronLODO(wide, **options)
+    KronLODO(wide[2:])
+
+
 def test_a_short_state_is_short():
     params = drawn(dtype=torch.float32)
     opt = KronLODO(params, state_dtype=torch.bfloat16)
