@@ -29,7 +29,7 @@ from lodo.spelling import parse_options
 
 app = typer.Typer(
     cls=Commands,
-    help="LODO's laboratory: the paper's experiments, each in one command.",
+    help="LODO's laboratory: experiments of the paper and beyond it, each in one command.",
     no_args_is_help=True,
     suggest_commands=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -99,7 +99,7 @@ TaskName = Annotated[
 ]
 TaskOptions = Annotated[
     str | None,
-    typer.Option(help="Options of the task that differ from the paper's, such as 'n=200, condition=1e4'."),
+    typer.Option(help="Options of the task that differ from its defaults, such as 'n=200, condition=1e4'."),
 ]
 _STEPS = "Evaluations of the loss and its gradient in each run. Default:"
 _SEEDS = "Number of runs of each optimizer. Default:"
@@ -146,7 +146,7 @@ def _lodo(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """LODO's laboratory: the paper's experiments, each in one command."""
+    """LODO's laboratory: experiments of the paper and beyond it, each in one command."""
 
 
 @app.command(no_args_is_help=True)
@@ -175,7 +175,10 @@ def run(
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="For networks: the tasks, such as 'mlp, cnn'. Default: all eight."),
+        typer.Option(
+            help="For networks: the tasks, such as 'mlp, cnn'. Default: all eight; gpt_long, of "
+            "20,000 steps, is run only if it is named."
+        ),
     ] = None,
     rivals: Annotated[
         Path | None,
@@ -209,7 +212,7 @@ def run(
         ),
     ] = 10.0,
 ) -> None:
-    """Run one of the paper's experiments.
+    """Run an experiment: one of the paper's, or one beyond it.
 
     Writes its table beside the paper's, its figures, and every curve. Finished runs are never repeated: the same
     command continues where the last one was interrupted.
@@ -319,7 +322,7 @@ def tune(
         str,
         typer.Option(
             help="paper: the paper's evolutionary algorithm; or one of Optuna's samplers, "
-            f"{', '.join(SAMPLERS)}, on as many full-length trials as take as long.",
+            f"{', '.join(SAMPLERS)}, with as many full-length trials as take the same number of steps.",
             callback=_checked(_SAMPLER_NAMES),
             autocompletion=_completed(_SAMPLER_NAMES),
         ),
@@ -328,7 +331,7 @@ def tune(
         str | None,
         typer.Option(
             help="What to tune and where to start: 'rate(lr=0.001), decay(beta=0.9)'. Rates are varied in ln x, "
-            "decays in ln(1 - x); (start, low, high) sets bounds; an integer start stands for integers; "
+            "decays in ln(1 - x); (start, low, high) sets bounds; an integer start keeps the value an integer; "
             "preconditioner__depth is the depth in 'lodo(preconditioner=\"mixing\")'. Default: what the paper tunes, "
             "for its optimizers."
         ),

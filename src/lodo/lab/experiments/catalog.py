@@ -60,7 +60,9 @@ class Entry:
 
 
 _NETWORKS = Size(evaluations=3_000, seeds=5, words="1,000 to 3,000 steps, tuning on 1 seed, results on 5")
-_FEW_NETWORKS = Size(evaluations=150, seeds=2, words="150 steps of fewer networks and optimizers, results on 2 seeds")
+_FEW_NETWORKS = Size(
+    evaluations=150, seeds=2, words="60 to 150 steps of two networks, four optimizers, results on 2 seeds"
+)
 
 _ENTRIES = (
     Entry(

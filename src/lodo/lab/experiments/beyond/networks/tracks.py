@@ -135,11 +135,10 @@ class TunedTrack(NetworksExperiment):
         return f"Geometric means of the losses over tuned AdamW's: {'; '.join(parts)}."
 
     def notes(self, request: Request, results: Results) -> list[str]:
-        number = grid_size(request)
         small = "This is the small size: runs that are this short show how it works, not which optimizer is better."
         return [
             *([small] if request.options.get("quick") else []),
-            *self._about_settings(number),
+            *self._about_settings(request),
             *(
                 f"On {name}, of {load.steps:,} steps, the trials had {load.tuning_steps:,}."
                 for name, load in workloads(request).items()
@@ -155,14 +154,15 @@ class TunedTrack(NetworksExperiment):
             *about_processors(self.reports(request, results)),
         ]
 
-    def _about_settings(self, number: int) -> list[str]:
+    def _about_settings(self, request: Request) -> list[str]:
+        number = grid_size(request)
         return [
             f"Each optimizer had {2 * number} trials a task on seed 0, which reports nothing: {number} rates around "
             "the library's default, sqrt(10) apart, each constant and with a warm-up over a twentieth of the run and a "
             "cosine to zero. The lowest training loss over the last 10 % was chosen. Where it was at the edge of the "
             "rates, up to 3 more were tried.",
-            f"{OURS} untouched has its default setting and no schedule. To compare two optimizers with each other, "
-            "divide their means.",
+            *(f"{each.label} has its default setting and no schedule." for each in self.untouched(request)),
+            "To compare two optimizers with each other, divide their means.",
         ]
 
     def about(self, request: Request) -> str:
@@ -184,10 +184,11 @@ class UntouchedTrack(TunedTrack):
     def untouched(self, request: Request) -> list[Entrant]:
         return entrants(request)
 
-    def _about_settings(self, number: int) -> list[str]:
+    def _about_settings(self, request: Request) -> list[str]:
+        number = grid_size(request)
         return [
             "Each optimizer has one setting for all tasks, its library's defaults without a schedule. AdamW tuned is "
-            f"the best of {2 * number} trials a task on another seed, as in the track 'tuned'.",
+            f"the best of at least {2 * number} trials a task on another seed, as in the track 'tuned'.",
         ]
 
     def about(self, request: Request) -> str:
