@@ -1,4 +1,4 @@
-"""LODO, an optimizer that learns its own preconditioner while it optimizes."""
+"""Optimizers that learn while they optimize: KronLODO for networks, and the paper's LODO."""
 
 from __future__ import annotations
 
