@@ -36,7 +36,7 @@ class KronOracle:
                 "A": torch.zeros(m, m, dtype=p.dtype), "B": torch.zeros(n, n, dtype=p.dtype),
                 "left": kronecker and 1 < m <= max_dim and m <= 16 * n,
                 "right": kronecker and 1 < n <= max_dim and n <= 16 * m and p.dim() > 1,
-                "M": torch.zeros_like(G), "V": torch.zeros_like(G), "weights": [],
+                "M": torch.zeros_like(G), "V": torch.zeros_like(G), "weights": [], "square_weights": [],
                 "c": first, "highest": first, "w": 1.0, "c_adam": [0.0, 0.0], "w_adam": [0.0, 0.0], "last": None,
                 "squares": 0.0,
             })  # fmt: skip
@@ -75,12 +75,19 @@ class KronOracle:
         newest = 1 / max(1 / (1 - b1), self.averaging * (self.t + 1))
         s["weights"] = [weight * (1 - newest) for weight in s["weights"]] + [newest]
         s["M"] = (1 - newest) * s["M"] + newest * X
-        s["V"] = b2 * s["V"] + (1 - b2) * X**2
-        M, V = s["M"] / sum(s["weights"]), s["V"] / (1 - b2 ** (self.t + 1))
-        P, Q, R, lr = s["P"], s["Q"], V.sqrt() + self.eps + self.noise * V.mean().sqrt(), self.lr
+        newest = 1 / max(1 / (1 - b2), self.averaging * (self.t + 1))
+        s["square_weights"] = [weight * (1 - newest) for weight in s["square_weights"]] + [newest]
+        s["V"] = (1 - newest) * s["V"] + newest * X**2
+        M, V = s["M"] / sum(s["weights"]), s["V"] / sum(s["square_weights"])
+        recent = math.sqrt(s["squares"] / (1 - b2 ** (self.t + 1)) / X.numel())
+        P, Q, R, lr = s["P"], s["Q"], V.sqrt() + self.eps + self.noise * recent, self.lr
+        N, U = M / R, X / R
+        if self.guard:
+            most = 1 / math.sqrt(1 - b2)
+            N, U = N.clamp(-most, most), U.clamp(-most, most)
 
         def move(c: Tensor, w: Tensor) -> Tensor:
-            return -lr * c.exp() * P @ (((1 - w) * X + w * M) / R) @ Q.T
+            return -lr * c.exp() * P @ ((1 - w) * U + w * N) @ Q.T
 
         s["last"] = move
         c, w = (torch.tensor(s[x], dtype=p.dtype) for x in "cw")

@@ -60,7 +60,7 @@ def fresh_state(p: Tensor, options: Options) -> State:
     """The state of a parameter before its first step."""
     shape = matrix_shape(p)
     is_orthogonal = options["basis"] == "orthogonal" and shape[0] > 1  # a vector takes Adam's direction
-    numbers = ["step", "skipped", "mean_decay"] + (["norm_sq"] if options["guard"] else [])
+    numbers = ["step", "skipped", "mean_decay", "square_decay"] + (["norm_sq"] if options["guard"] else [])
     matrices = ["exp_avg"] if is_orthogonal else ["exp_avg", "exp_avg_sq"]
     if options["gains"]:
         numbers += ["gain", "gain_exp_avg", "gain_exp_avg_sq", "gain_highest", "length"]
@@ -74,7 +74,7 @@ def fresh_state(p: Tensor, options: Options) -> State:
         return torch.zeros(size, dtype=stored_dtype(name, p, options), device=p.device)
 
     state = {name: zeros(name) for name in numbers} | {name: zeros(name, *shape) for name in matrices}
-    for name in {"mean_decay", "gate"} & state.keys():
+    for name in {"mean_decay", "square_decay", "gate"} & state.keys():
         state[name].fill_(1)
     for name in {"gain", "gain_highest"} & state.keys():
         state[name].fill_(first_gain(options["lr"]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lodo.group import Options
-from lodo.kron_learning import decay_rate, is_host, kept, learn_from_last_step, power, trust
+from lodo.kron_learning import decay_rate, is_host, kept, learn_from_last_step, library, power, trust
 from lodo.kron_state import coded, decoded, unit_of
 from lodo.rounding import random_bits, round_to, update_key
 from lodo.scalars import Flag, Scalar
@@ -117,10 +117,11 @@ class Factors(NamedTuple):
     def of(cls, options: Options, numbers: Mapping[str, Any]) -> Factors:
         """The factors after the last step, of tensors or of arrays."""
         is_first = numbers["step"] == 0
-        root = (1 - power(options["betas"][1], numbers["step"] + is_first)) ** -0.5
+        root = (1 - numbers["square_decay"] + is_first) ** -0.5
         least = options["eps"] + 0 * root
         if options["basis"] == "kronecker":
-            least = least + NOISE * root * (numbers["norm_sq"] / numbers["size"]) ** 0.5
+            recent = numbers["norm_sq"] / (1 - power(options["betas"][1], numbers["step"] + is_first))
+            least = least + NOISE * (recent / numbers["size"]) ** 0.5
         return cls(1 / (1 - numbers["mean_decay"] + is_first), root, least)
 
     def at(self, stack: Stack) -> Factors:
@@ -128,20 +129,25 @@ class Factors(NamedTuple):
         return Factors(*(factor[stack.rows].reshape(-1, 1, 1) for factor in self))
 
 
-def newest_share(options: Options, t: Any) -> Any:
-    """How much of M the newest X makes up, at step t: 1 - b1 at first, and 1 / (averaging t) later.
+def newest_share(options: Options, beta: float, t: Any) -> Any:
+    """How much of M or V the newest X or X^2 makes up, at step t: 1 - beta at first, and 1 / (averaging t) later.
 
     So M reaches back over more and more steps, a constant part of the run. That calms the steps as annealing does, but
-    takes away only noise.
+    takes away only noise. V reaches back as far: if it forgot faster than M, M / sqrt(V) would grow without end
+    wherever gradients are rare, as in the rows of an embedding.
 
-    >>> newest_share({"betas": (0.95, 0.95), "averaging": 0.1}, torch.tensor([1.0, 400.0]))
+    >>> newest_share({"averaging": 0.1}, 0.95, torch.tensor([1.0, 400.0]))
     tensor([0.0500, 0.0250])
     """
-    share = 1 - options["betas"][0] + 0 * t
+    share = 1 - beta + 0 * t
     if not options["averaging"]:
         return share
-    later = 1 / (options["averaging"] * (t + (t == 0)))
-    return torch.minimum(share, later) if isinstance(t, Tensor) else np.minimum(share, later)
+    return library(t).minimum(share, 1 / (options["averaging"] * (t + (t == 0))))
+
+
+def newest_shares(options: Options, t: Any) -> list[Any]:
+    """Those of M and of V."""
+    return [newest_share(options, beta, t) for beta in options["betas"]]
 
 
 class Turned(NamedTuple):
@@ -187,10 +193,11 @@ def read(options: Options, bundle: Bundle) -> Reading:
         turned = turn_gradients(options, part)
         reading.parts.append(turned)
         if part.fused is not None:
-            part.fused.slopes(turned.flat, learning, unit, factors or [bundle.arrays["step"]] * 3, reading.sums)
+            factors_ = factors or [bundle.arrays["step"]] * 3
+            part.fused.slopes(turned.flat, learning, unit, limit_of(options), factors_, reading.sums)
             continue
         for stack, X in zip(part.stacks, turned.X, strict=True):
-            reading.sums[:, stack.rows] = sums_of(stack, X, factors and factors.at(stack), unit)
+            reading.sums[:, stack.rows] = sums_of(options, stack, X, factors and factors.at(stack))
     return reading
 
 
@@ -207,23 +214,44 @@ def turn_gradients(options: Options, part: Part) -> Turned:
     return both
 
 
-def sums_of(stack: Stack, X: Tensor, factors: Factors | None, unit: float) -> Tensor:
+def limit_of(options: Options) -> float:
+    """How large the entries of X / R and of M^ / R may be.
+
+    V contains (1 - b2) X^2, at least at first, so they are smaller almost everywhere. But where gradients are rare, R
+    may become far smaller than X, and after a refresh M has entries where V has none.
+
+    >>> limit_of({"guard": True, "betas": (0.95, 0.75)}), limit_of({"guard": False})
+    (2.0, inf)
+    """
+    return (1 - options["betas"][1]) ** -0.5 if options["guard"] else math.inf
+
+
+def sums_of(options: Options, stack: Stack, X: Tensor, factors: Factors | None) -> Tensor:
     """``|X|^2``, ``<X, M^ / R>`` and ``<X, U>`` of every matrix; ``<X, S>`` second where directions are orthogonal."""
     sums = X.new_zeros(3, len(X))
     sums[0] = inner(X, X)
     if stack.V is not None and factors is not None:
-        sums[1] = inner(X, scaled_average(stack.M.to(X.dtype), stack.V.to(X.dtype), factors)[0])
+        sums[1] = inner(X, scaled_average(options, stack.M.to(X.dtype), stack.V.to(X.dtype), factors)[0])
     elif stack.S is not None:
         sums[1] = inner(X, stack.S.to(X.dtype))
     if stack.U is not None:
-        sums[2] = inner(X, decoded(stack.U, X.dtype, unit))
+        sums[2] = inner(X, decoded(stack.U, X.dtype, unit_of(options["betas"][1])))
     return sums
 
 
-def scaled_average(M: Tensor, V: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
-    """``M^ / R`` and ``R``."""
+def scaled_average(options: Options, M: Tensor, V: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+    """``M^ / R``, within limits, and ``R``."""
     R = V.sqrt().mul_(factors.root).add_(factors.least)
-    return M.mul(factors.mean).div_(R), R
+    return clipped(M.mul(factors.mean).div_(R), limit_of(options)), R
+
+
+def clipped(x: Tensor, limit: float) -> Tensor:
+    """x in place, with entries between -limit and limit.
+
+    >>> clipped(torch.tensor([-3.0, 0.5]), 1.0)
+    tensor([-1.0000,  0.5000])
+    """
+    return x if math.isinf(limit) else x.clamp_(-limit, limit)
 
 
 def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok: Flag) -> None:
@@ -255,7 +283,9 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         if "length" in ours:
             learn_from_last_step(options, ours, short(reading.sums), rise, ok)
     ours["step"] += ok
-    ours["mean_decay"] *= 1 - newest_share(options, ours["step"]) * share(0.0, ok, reading.sums)
+    counts = share(0.0, ok, reading.sums)
+    for name, newest in zip(("mean_decay", "square_decay"), newest_shares(options, ours["step"]), strict=True):
+        ours[name] *= 1 - newest * counts
     if "norm_sq" in numbers:
         numbers["norm_sq"].lerp_(reading.sums[0], share(options["betas"][1], ok, reading.sums))
     if isinstance(ok, Tensor):
@@ -346,9 +376,8 @@ def next_steps(options: Options, bundle: Bundle, part: Part, turned: Turned, rat
     if part.fused is not None and not isinstance(ok, Tensor):  # beside parameters on a device, it must be masked
         rate = rates.numpy()
         arrays = bundle.arrays
-        newest = newest_share(options, arrays["step"])
-        numbers = newest, *Factors.of(options, arrays), arrays.get("gate", rate), rate
-        part.fused.direction(turned.flat, 1 - b2, unit_of(b2), arrays["step"], numbers, squares)
+        numbers = *newest_shares(options, arrays["step"]), *Factors.of(options, arrays), arrays.get("gate", rate), rate
+        part.fused.direction(turned.flat, unit_of(b2), limit_of(options), arrays["step"], numbers, squares)
     else:
         factors = Factors.of(options, bundle.numbers)
         for stack, X in zip(part.stacks, turned.X, strict=True):
@@ -383,7 +412,7 @@ def move(part: Part, steps: Sequence[Tensor], decay: float | Tensor) -> None:
 
 def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: Flag) -> Tensor:
     """S, after X has entered the averages M and V."""
-    b2, newest = options["betas"][1], newest_share(options, stack.numbers["step"]).reshape(-1, 1, 1)
+    newest, newest_square = (x.reshape(-1, 1, 1) for x in newest_shares(options, stack.numbers["step"]))
     bits = bits_of(stack) if stack.M.dtype == torch.bfloat16 else None
     M = averaged(stack.M, X, newest * share(0.0, ok, X), None if bits is None else bits & 0xFFFF)
     if stack.V is None:
@@ -393,12 +422,12 @@ def direction(options: Options, stack: Stack, X: Tensor, factors: Factors, ok: F
         if stack.S is not None:
             stack.S.copy_(kept(ok, S, stack.S))
         return S
-    V = averaged(stack.V, X.square(), share(b2, ok, X), None if bits is None else bits >> 16)
-    N, R = scaled_average(M, V, factors)
+    V = averaged(stack.V, X.square(), newest_square * share(0.0, ok, X), None if bits is None else bits >> 16)
+    N, R = scaled_average(options, M, V, factors)
     if stack.U is None:
         return N
-    U = X / R
-    stack.U.copy_(kept(ok, coded(U, stack.U.dtype, unit_of(b2)), stack.U))
+    U = clipped(X / R, limit_of(options))
+    stack.U.copy_(kept(ok, coded(U, stack.U.dtype, unit_of(options["betas"][1])), stack.U))
     return torch.lerp(U, N, stack.numbers["gate"].reshape(-1, 1, 1))
 
 

@@ -108,6 +108,64 @@ def test_it_follows_its_equations(options, backend):
         assert len({round(g, 6) for g in gains}) > 1
 
 
+@pytest.mark.parametrize("basis", ["kronecker", "none"])
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_it_follows_its_equations_where_gradients_are_rare(backend, basis):
+    """As in the rows of an embedding. There X / R and M / R come to their limits."""
+    shapes = [(12, 3), (5,)]
+    params = drawn(shapes)
+    opt = KronLODO(params, backend=backend, basis=basis, averaging=0.9)
+    oracle = KronOracle([p.detach() for p in params], kronecker=basis != "none", averaging=0.9)
+    rng = torch.Generator().manual_seed(1)
+    at_the_limit = 0
+    for step in range(60):
+        push(params, rng)
+        params[0].grad[torch.arange(12) != step * 5 % 12] = 0
+        oracle.step([p.grad for p in params])
+        opt.step()
+        assert apart(params, oracle.params) < 1e-10
+        at_the_limit += int((opt.state[params[0]]["scaled_grad"].abs() > 0.999 / math.sqrt(0.05)).sum())
+    assert at_the_limit
+
+
+@pytest.mark.parametrize("basis", ["kronecker", "none"])
+def test_rows_without_gradients_stay_where_they_are(basis):
+    x = drawn([(8, 6)], dtype=torch.float32)
+    opt = KronLODO(x, basis=basis, weight_decay=0.0)
+    run(opt, x, 600)
+    before = x[0].detach().clone()
+    for _ in range(1200):
+        x[0].grad = torch.zeros(8, 6)
+        opt.step()
+    assert float((x[0].detach() - before).abs().max()) < 1.0, "M is used up, but does not outlive V"
+
+
+@pytest.mark.parametrize("basis", ["kronecker", "none"])
+def test_an_embedding_of_rare_words_is_trained(basis):
+    torch.manual_seed(0)
+    words, often = 200, 1 / torch.arange(1.0, 201)
+    follows = torch.randint(words, (words,))
+
+    def trained(make):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Embedding(words, 8), torch.nn.Linear(8, words))
+        opt = make(model.parameters())
+        losses = []
+        for _ in range(1500):
+            i = torch.multinomial(often, 32, replacement=True)
+            loss = torch.nn.functional.cross_entropy(model(i), follows[i])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            losses.append(float(loss.detach()))
+        return sum(losses[-100:]) / 100, float(model[0].weight.detach().abs().max())
+
+    loss, largest = trained(lambda params: KronLODO(params, basis=basis))
+    rival, usual = trained(lambda params: torch.optim.AdamW(params, lr=3e-3))
+    assert loss < rival
+    assert largest < 5 * usual
+
+
 @pytest.mark.parametrize("backend", ["numba", "reference"])
 def test_a_very_long_dimension_has_no_basis(backend):
     shapes = [(2, 32), (2, 33), (33, 2), (1, 17), (2, 3, 11)]
@@ -479,6 +537,7 @@ def test_scaled_gradients_fit_into_8_bits(beta2, backend):
     x.grad = torch.zeros(1, 3)
     opt.step()
     opt.state[x]["step"].fill_(8000)  # as after so many gradients of zero
+    opt.state[x]["square_decay"].fill_(0)
     x.grad = torch.tensor([[1.0, -1.0, 0.0]])
     opt.step()
     assert opt.state[x]["scaled_grad"].tolist() == [[127, -127, 0]]
@@ -895,7 +954,7 @@ def test_diagnostics():
 
 def test_repr_tells_the_memory():
     opt = KronLODO([Parameter(torch.zeros(64, 64))])
-    assert "memory: 102.4 kB (25.0 bytes a weight)" in repr(opt)
+    assert "memory: 102.5 kB (25.0 bytes a weight)" in repr(opt)
 
 
 @pytest.mark.parametrize(

@@ -47,19 +47,21 @@ class FusedPasses:
         self._large = sum(sizes) >= _PARALLEL_FROM
         self._ready: set[Kernel] = set()
 
-    def slopes(self, X: Tensor, learning: bool, unit: float, factors: Sequence[Any], found: Tensor) -> None:
+    def slopes(
+        self, X: Tensor, learning: bool, unit: float, limit: float, factors: Sequence[Any], found: Tensor
+    ) -> None:
         """Write |X|^2, ``<X, M^ / R>`` and ``<X, U>`` of every parameter into ``found``, which has zeros there."""
         unit = unit if self._coded else 1.0
         self._run(
-            _SLOPES, X.numpy(), *self._arrays, learning, learning and self._gated, unit, *factors, *self._pieces,
+            _SLOPES, X.numpy(), *self._arrays, learning, learning and self._gated, unit, limit, *factors, *self._pieces,
             self._sums, found.numpy(),
         )  # fmt: skip
 
-    def direction(self, X: Tensor, share2: float, unit: float, t: Any, numbers: Sequence[Any], found: Tensor) -> None:
+    def direction(self, X: Tensor, unit: float, limit: float, t: Any, numbers: Sequence[Any], found: Tensor) -> None:
         """X becomes ``rate S``, after it has entered the averages at step t; |S|^2 is written into ``found``."""
         keys = (mix(update_key(0, t.astype(np.int64))) if self._short else t).astype(np.uint32)
         self._run(
-            _DIRECTION, X.numpy(), *self._arrays, self._gated, unit, keys, share2, *numbers, *self._pieces,
+            _DIRECTION, X.numpy(), *self._arrays, self._gated, unit, limit, keys, *numbers, *self._pieces,
             self._places, self._sums, found.numpy(),
         )  # fmt: skip
 
