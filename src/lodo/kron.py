@@ -6,11 +6,11 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     c += meta_lr Adam[ <X, S> / (|X| |S|) ]         S the last direction: W moved by -lr e^c S, dl/dc = -lr e^c <X, S>
     w += gate_lr Adam[ <X, D> / (|X| |S|) ]         D = dS/dw of the last step; w within [0, 1], starts at 1
     c  within bounds that anneal                    as 1 / (1 + t / anneal), see `bounds`
-    A, B = averages of G G', G' G                   over as many steps as M
+    A, B = averages of G G', G' G                   over as many steps as M and V
     P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps, later less often
-    M, V = averages of X, X^2                       M over ever more steps, `averaging` t of them
+    M, V = averages of X, X^2                       over ever more steps, `averaging` t of them
     R  = sqrt(V^) + eps + 1e-5 sqrt(mean of V^)     below that there are only rounding errors
-    S  = ((1 - w) X + w M^) / R,                    D = (M^ - X) / R
+    S  = (1 - w) X / R + w M^ / R,                  D = M^ / R - X / R; entries of both quotients have a limit
     W  = (1 - lr' weight_decay) W - lr e^c P S Q'   lr' annealed, without a gain
 
 A dimension of 1, above ``max_dim``, or more than 16 times the other has the identity for its basis. Of the last step,
@@ -45,16 +45,18 @@ from lodo.kron_state import (
     check_state,
     diagnose,
     fresh_state,
+    made,
     memory_of,
     restored,
     spelled_dtype,
     warn_of_width,
+    with_plain_rate,
 )
 from lodo.kron_step import advance, read, step_at_once, usable
 from lodo.ownership import Division, owned_here, replicated
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.scalars import plain
-from lodo.stacks import Bundle, bundled
+from lodo.stacks import Bundle, bundled, unstacked
 
 
 class KronLODO(Optimizer):
@@ -71,8 +73,8 @@ class KronLODO(Optimizer):
 
     Args:
         params: parameters, named parameters or parameter groups.
-        lr: the length of the first steps, at most 3e-3. After that the gains lengthen or shorten them. Any scheduler
-            may change it.
+        lr: the length of the first steps, at most 3e-3 where gains are learned. After that the gains lengthen or
+            shorten them. Any scheduler may change it.
         meta_lr: the rate at which the log-gains are learned.
         betas: the decays of M (at the start of the run; see ``averaging``) and of V; the second is also that of the
             covariances.
@@ -85,7 +87,7 @@ class KronLODO(Optimizer):
         gains: learn a gain for every tensor.
         gate: learn how much of the average M and how much of the gradient itself makes the direction.
         gate_lr: the rate at which the gate is learned.
-        averaging: M and the covariances average over this part of all steps so far, once that is more than ``betas``
+        averaging: M, V and the covariances average over this part of all steps so far, once that is more than ``betas``
             make it. 0 leaves the averages as ``betas`` make them.
         anneal: a tensor's steps become smaller no faster than ``1 / (1 + t / anneal)``. ``math.inf`` keeps them up,
             for a schedule to bring them down; 0 lets them fall as the hypergradient wants, which is too fast for long
@@ -94,7 +96,8 @@ class KronLODO(Optimizer):
             to the width of a model that is wider.
         refresh_every: the number of steps between refreshes of the bases. It doubles each time the number of steps over
             which the covariances are averaged has doubled (see ``averaging``).
-        guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor.
+        guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor; and let no
+            entry of X / R or M / R be larger than ``1 / sqrt(1 - betas[1])``, as may happen where gradients are rare.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
             the step is taken with the exact ones. The bases are in float16, which is more precise between -1 and 1. The
             covariances stay whole, because their small eigenvalues would be lost. None keeps everything in float32, or
@@ -191,7 +194,7 @@ class KronLODO(Optimizer):
             "refused": 0,
         }
         check_options(defaults)
-        super().__init__(params, defaults)
+        super().__init__(params, with_plain_rate(defaults))
 
     # ------------------------------------------------------------ the step
 
@@ -267,6 +270,9 @@ class KronLODO(Optimizer):
         for p in active:
             if not self.state[p]:
                 self.state[p] = fresh_state(p, options)
+        for p in options["params"]:
+            if p in self.state and id(p) not in ids and p not in elsewhere:
+                self.state[p] = unstacked(self.state[p])
         self._active[index] = ids
         self._stacked[index] = bundled(active, [self.state[p] for p in active], self.backend)
         return self._stacked[index]
@@ -296,7 +302,20 @@ class KronLODO(Optimizer):
         rank = self._divided().complaining
         if rank is not None:
             return f"a gradient on rank {rank} is not finite or too large"
-        return "a gradient is too large: its square is not finite"
+        norms = [
+            (
+                float(
+                    torch.linalg.vector_norm(local(p.grad).to(torch.complex128 if p.is_complex() else torch.float64))
+                ),
+                index,
+                j,
+            )
+            for index, options in enumerate(self.param_groups)
+            for j, p in enumerate(options["params"])
+            if p.grad is not None
+        ]
+        norm, index, j = max(norms)
+        return f"the gradient of {name_of(self.param_groups[index], index, j)} is too large: its norm is {norm:.3g}"
 
     # ------------------------------------------------------------ groups and states
 
@@ -307,7 +326,7 @@ class KronLODO(Optimizer):
             param_group["state_dtype"] = spelled_dtype(param_group["state_dtype"])
         check_options({**self.defaults, **param_group})
         index = len(self.param_groups)
-        super().add_param_group(param_group)
+        super().add_param_group(with_plain_rate(param_group))
         try:
             check_params(self.param_groups[index], index)
             for p in self.param_groups[index]["params"]:
@@ -315,9 +334,9 @@ class KronLODO(Optimizer):
         except Exception:
             del self.param_groups[index]
             raise
-        warn_of_width(self.param_groups[index], index)
         self._active.append([])
         self._stacked.append([])
+        warn_of_width(self.param_groups[index], index)
 
     def _forget_stacks(self) -> None:
         """Before the first step, and after states have been replaced."""
@@ -386,7 +405,7 @@ class KronLODO(Optimizer):
         ``gain``                e^c
         ``gate``                w: 1 follows the average of the gradients, 0 the last gradient
         ``alignment``           the recent mean of the cosine between a gradient and the step before it
-        ``step_norm``           how far the last step moved the parameter, not counting weight decay
+        ``step_norm``           the length of the last step, at the present ``lr`` and without weight decay
         ``left_condition``      of the covariance of the gradient's rows: its largest over its smallest
         ``right_condition``     eigenvalue, estimated in its basis; the same for the columns
         ======================  ========================================================================
@@ -419,16 +438,16 @@ class KronLODO(Optimizer):
             >>> with torch.device("meta"):
             ...     model = torch.nn.Linear(768, 768)
             >>> print(KronLODO(model.parameters()).memory_estimate())
-            14.8 MB (averages 4.7 MB, directions 590.6 kB, bases 4.7 MB, covariances 4.7 MB, numbers 96 B)
+            14.8 MB (averages 4.7 MB, directions 590.6 kB, bases 4.7 MB, covariances 4.7 MB, numbers 104 B)
         """
         here = owned_here(self.param_groups, self._owners, self.distribute)
-        pairs = [(p, options) for options in self.param_groups for p in options["params"] if p.numel() and here(p)]
+        pairs = [(p, options) for options in self.param_groups for p in made(options) if p.numel() and here(p)]
         each = [memory_of(p, options) for p, options in pairs]
         return KronMemory(*map(sum, zip(KronMemory(0, 0, 0, 0, 0), *each, strict=True)))
 
     def __repr__(self) -> str:
         kept_bytes = self.memory_estimate().total
-        weights = sum(p.numel() for options in self.param_groups for p in options["params"])
+        weights = sum(p.numel() for options in self.param_groups for p in made(options))
         each = f" ({kept_bytes / weights:.1f} bytes a weight)" if weights else ""
         memory = f"memory: {readable(kept_bytes)}{each}, nonfinite: {self.nonfinite!r}"
         return f"{super().__repr__()[:-1].rstrip()}\n{memory}\n)"

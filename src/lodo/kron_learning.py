@@ -35,7 +35,7 @@ def library(x: Any) -> Any:
 
 
 def power(beta: float, t: Any) -> Any:
-    """``beta ** t`` of arrays, or of tensors: of those through NumPy, because in torch an entry's place matters.
+    """``beta ** t`` of arrays, or of tensors: through NumPy, because torch rounds the end of a vector in another way.
 
     >>> power(0.5, torch.tensor([1.0, 2.0]))
     tensor([0.5000, 0.2500])
@@ -56,7 +56,7 @@ def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
 def learn_from_last_step(options: Options, numbers: dict[str, Any], sums: Any, rise: Scalar, ok: Flag) -> None:
     """Update c and w with the cosines of X with the last step's S and D."""
     XX, XN, XU = sums
-    XS, XD = (XU + numbers["gate"] * (XN - XU), XN - XU) if "gate" in numbers else (XN, XU)  # which is 0
+    XS, XD = (XU + numbers["gate"] * (XN - XU), XN - XU) if "gate" in numbers else (XN, XU)  # XU is 0 then
     scale = XX**0.5 * numbers["length"]  # |X| |S|
     scale = library(scale).where(scale > 0, scale, math.inf)
     learn(options, numbers, XS / scale, XD / scale, rise, ok)
@@ -103,12 +103,19 @@ def follow_rate(options: Options) -> Scalar:
     """Note the highest lr so far, and count the steps in which a schedule keeps lr below it.
 
     Returns:
-        By how much the logarithm of the highest lr has risen, as it does in a warm-up; 0 at first.
+        By how much the logarithm of the highest lr has risen, as it does in a warm-up; infinity after an lr of 0, so
+        that nothing that was gained without moving counts (see `settled`).
+
+    >>> options = {"lr": 0.0, "peak_lr": 0.0, "scheduled": 0}
+    >>> [follow_rate(options | {"lr": lr, "peak_lr": peak}) for lr, peak in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.0))]
+    [0.0, 0.0, inf]
     """
     lr, before = options["lr"], options["peak_lr"]
+    if not isinstance(lr, Tensor):
+        lr = float(lr)  # a number of NumPy would end up in checkpoints
     options["peak_lr"] = peak = largest(before, lr)
-    options["scheduled"] = options["scheduled"] + (lr < peak)
-    return where(before > 0, logarithm(over(peak, where(before > 0, before, 1.0))), 0.0)
+    options["scheduled"] = options["scheduled"] + where(lr < peak, 1, 0)
+    return logarithm(over(peak, before))
 
 
 def bounds(options: Options, t: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import StateDict
 
 from lodo._checks import check_betas, check_bool, check_choice, check_int, check_real
@@ -272,6 +273,15 @@ def spelled_dtype(given: object) -> object:
     return "bfloat16" if given == torch.bfloat16 else given
 
 
+def with_plain_rate(options: Options) -> Options:
+    """Options in which an ``lr`` in a tensor has no dimensions; it shares the memory of the one that was given.
+
+    >>> with_plain_rate({"lr": torch.tensor([0.5])})
+    {'lr': tensor(0.5000)}
+    """
+    return {**options, "lr": options["lr"].reshape(())} if isinstance(options.get("lr"), Tensor) else options
+
+
 def check_options(options: Options) -> None:
     """Raise an error that names the option, its value and what is allowed."""
     check_lr(options["lr"])
@@ -304,11 +314,21 @@ def check_params(options: Options, index: int) -> None:
             )
 
 
+def made(options: Options) -> list[Parameter]:
+    """The parameters of a group but those of lazy modules that have no shape yet.
+
+    >>> made({"params": [*torch.nn.LazyLinear(3).parameters(), *torch.nn.Linear(1, 1, bias=False).parameters()]})
+    [Parameter containing:
+    tensor([[...]], requires_grad=True)]
+    """
+    return [p for p in options["params"] if not is_lazy(p)]
+
+
 def warn_of_width(options: Options, index: int) -> None:
     """Warn if the default of ``max_dim`` leaves most of a group without bases, which nobody would have chosen."""
     if options["basis"] != "kronecker" or options["max_dim"] != MAX_DIM:
         return
-    matrices = [(matrix_shape(p), p.numel()) for p in options["params"] if real(p).dim() > 1]
+    matrices = [(matrix_shape(p), p.numel()) for p in made(options) if real(p).dim() > 1]
     wide = [(min(shape), size) for shape, size in matrices if min(shape) > MAX_DIM]
     if 2 * sum(size for _, size in wide) > sum(size for _, size in matrices):
         warnings.warn(

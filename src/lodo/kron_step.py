@@ -277,7 +277,7 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
     with np.errstate(over="ignore"):  # as in torch, infinite
         if options["guard"]:
             found = trust(ours["norm_sq"], ours["step"], short(reading.sums[0]), options["betas"][1])
-            factors = torch.as_tensor(found)
+            factors = found if isinstance(found, Tensor) else torch.from_numpy(found)
             if not is_host(factors.device) or bool((found < 1).any()):
                 reading = reading.scaled(bundle.parts, factors)
         if "length" in ours:

@@ -167,7 +167,7 @@ class Bundle:
         self.parts = [Part(params, states, flat, runs, self.numbers, fused) for flat, runs in _parts(params, states)]
         sizes = [real(p).numel() for p in params]
         first = self.numbers["step"]
-        self.numbers["size"] = torch.tensor(sizes, dtype=first.dtype).to(first.device)  # a constant, in no state
+        self.numbers["size"] = torch.tensor(sizes, dtype=first.dtype, device=first.device)  # a constant, in no state
         self.arrays = {name: x.numpy() for name, x in self.numbers.items()} if fused else {}
         self._states = list(states)
         self._seen = [x for state in states for x in state.values()]
@@ -188,6 +188,16 @@ def bundled(params: Sequence[Parameter], states: Sequence[State], backend: str) 
         order = sorted(indices, key=lambda i: _kind(params[i], states[i]))  # stable: equal ones keep their order
         found.append(Bundle([params[i] for i in order], [states[i] for i in order], backend))
     return found
+
+
+def unstacked(state: State) -> State:
+    """The state of a parameter that leaves its stacks, which would otherwise be kept in memory for it alone.
+
+    >>> whole = torch.zeros(2, 3)
+    >>> unstacked({"exp_avg": whole[0]})["exp_avg"].untyped_storage().nbytes()
+    12
+    """
+    return {name: x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for name, x in state.items()}
 
 
 def _kind(p: Parameter, state: State) -> tuple[Any, ...]:

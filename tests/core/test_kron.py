@@ -9,6 +9,7 @@ import pickle
 import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -566,6 +567,91 @@ def test_a_model_that_is_too_wide_for_bases_is_pointed_out():
     for options in ({"max_dim": 2048}, {"max_dim": 1000}, {"basis": "none"}):
         KronLODO(wide, **options)
     KronLODO(wide[2:])
+
+
+def test_nothing_is_gained_while_lr_is_zero():
+    """As in fine-tuning in two phases, where a schedule keeps the rate of the body at 0 for a while."""
+    (x,) = params = drawn([(4, 3)])
+    opt = KronLODO(params, lr=0.0)
+    before = x.detach().clone()
+    for _ in range(200):
+        x.grad = torch.ones_like(x)  # of which one would gain much
+        opt.step()
+    assert torch.equal(x, before)
+    opt.param_groups[0]["lr"] = 3e-3
+    opt.step()
+    assert opt.diagnostics()["group0/parameter0/gain"] == pytest.approx(1.0, abs=0.02)
+    assert float((x.detach() - before).abs().max()) < 4e-3
+
+
+def test_states_of_frozen_layers_do_not_keep_stacks_alive():
+    params = drawn([(16, 16)] * 8, dtype=torch.float32)
+    opt = KronLODO(params)
+    for frozen in range(8):
+        for p in params[:frozen]:
+            p.grad = None
+        for p in params[frozen:]:
+            p.grad = torch.ones_like(p)
+        opt.step()
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for p in params for x in opt.state[p].values()
+    }
+    used = sum(x.nbytes for p in params for x in opt.state[p].values())
+    assert sum(storages.values()) < 1.1 * used
+
+
+def test_a_lazy_module_can_be_trained():
+    model = torch.nn.LazyLinear(3)
+    opt = KronLODO(model.parameters())
+    assert opt.memory_estimate().total == 0
+    assert "KronLODO" in repr(opt)
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    assert "left_basis" in opt.state[model.weight]
+
+
+def test_a_warning_that_is_an_error_leaves_a_whole_optimizer():
+    opt = KronLODO(drawn([(3, 2)]))
+    wide = Parameter(torch.empty(1100, 1100, device="meta"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="max_dim"):
+            opt.add_param_group({"params": [wide]})
+    opt.param_groups[0]["params"][0].grad = torch.ones(3, 2, dtype=torch.float64)
+    opt.step()
+
+
+def test_rates_of_every_form_that_torch_takes():
+    rates = [3e-3, torch.tensor([3e-3], dtype=torch.float64), torch.tensor(3e-3, dtype=torch.float64), np.float64(3e-3)]
+    runs = [drawn() for _ in rates]
+    for params, lr in zip(runs, rates, strict=True):
+        opt = KronLODO(params, lr=lr)
+        run(opt, params, 3)
+        assert apart(params, runs[0]) < 1e-12
+        opt.param_groups[0]["lr"] = 1e-3
+        assert through_a_file(opt.state_dict())["param_groups"][0]["peak_lr"] == pytest.approx(3e-3)
+
+
+def test_the_default_device_does_not_matter():
+    params, same = drawn(dtype=torch.float32), drawn(dtype=torch.float32)
+    opt = KronLODO(params)
+    run(opt, params, 2)
+    run(KronLODO(same), same, 2)
+    try:
+        torch.set_default_device("meta")
+        opt.step()
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_gradient_that_is_too_large_is_named():
+    small, large = Parameter(torch.ones(2)), Parameter(torch.ones(2, 2))
+    opt = KronLODO([("small", small), ("large", large)])
+    small.grad, large.grad = torch.ones(2), torch.full((2, 2), 1e30)
+    with pytest.raises(
+        FloatingPointError, match=r"gradient of parameter 'large' .*is too large: its norm is 2e\+30; nothing was"
+    ):
+        opt.step()
 
 
 def test_a_short_state_is_short():
