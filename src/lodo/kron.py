@@ -53,6 +53,7 @@ from lodo.kron_state import (
     with_plain_rate,
 )
 from lodo.kron_step import advance, read, step_at_once, usable
+from lodo.layout import real
 from lodo.ownership import Division, owned_here, replicated
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.scalars import plain
@@ -76,7 +77,7 @@ class KronLODO(Optimizer):
         lr: the length of the first steps, at most 3e-3 where gains are learned. After that the gains lengthen or
             shorten them. Any scheduler may change it.
         meta_lr: the rate at which the log-gains are learned.
-        betas: the decays of M (at the start of the run; see ``averaging``) and of V; the second is also that of the
+        betas: the decays of M and V at the start of the run (see ``averaging``); the second is also that of the
             covariances.
         weight_decay: decoupled, as in AdamW: ``W`` shrinks by ``lr * weight_decay``. Where gains are learned, the
             ``lr`` of this is at most 3e-3 and anneals as steps do (see ``anneal``), whatever the gains are.
@@ -302,20 +303,15 @@ class KronLODO(Optimizer):
         rank = self._divided().complaining
         if rank is not None:
             return f"a gradient on rank {rank} is not finite or too large"
-        norms = [
-            (
-                float(
-                    torch.linalg.vector_norm(local(p.grad).to(torch.complex128 if p.is_complex() else torch.float64))
-                ),
-                index,
-                j,
-            )
+        norms = {
+            (index, j): float(real(local(p.grad)).double().norm())
             for index, options in enumerate(self.param_groups)
             for j, p in enumerate(options["params"])
             if p.grad is not None
-        ]
-        norm, index, j = max(norms)
-        return f"the gradient of {name_of(self.param_groups[index], index, j)} is too large: its norm is {norm:.3g}"
+        }
+        index, j = max(norms, key=lambda place: norms[place])
+        where = name_of(self.param_groups[index], index, j)
+        return f"the gradient of {where} is too large: its norm is {norms[index, j]:.3g}"
 
     # ------------------------------------------------------------ groups and states
 
