@@ -271,8 +271,8 @@ class KronLODO(Optimizer):
         for p in active:
             if not self.state[p]:
                 self.state[p] = fresh_state(p, options)
-        for p in options["params"]:
-            if p in self.state and id(p) not in ids and p not in elsewhere:
+        for p in {*options["params"]} - {*active, *elsewhere}:
+            if p in self.state:
                 self.state[p] = unstacked(self.state[p])
         self._active[index] = ids
         self._stacked[index] = bundled(active, [self.state[p] for p in active], self.backend)

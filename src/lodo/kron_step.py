@@ -193,8 +193,8 @@ def read(options: Options, bundle: Bundle) -> Reading:
         turned = turn_gradients(options, part)
         reading.parts.append(turned)
         if part.fused is not None:
-            factors_ = factors or [bundle.arrays["step"]] * 3
-            part.fused.slopes(turned.flat, learning, unit, limit_of(options), factors_, reading.sums)
+            given = factors or [bundle.arrays["step"]] * 3  # not used if nothing is learned
+            part.fused.slopes(turned.flat, learning, unit, limit_of(options), given, reading.sums)
             continue
         for stack, X in zip(part.stacks, turned.X, strict=True):
             reading.sums[:, stack.rows] = sums_of(options, stack, X, factors and factors.at(stack))
@@ -290,19 +290,17 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         numbers["norm_sq"].lerp_(reading.sums[0], share(options["betas"][1], ok, reading.sums))
     if isinstance(ok, Tensor):
         numbers["skipped"].add_(torch.logical_not(ok))
-    lr = options["lr"] * share(0.0, ok, reading.sums)
-    rates = -lr * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
+    rates = -options["lr"] * counts * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
     decay = decay_rate(options)
-    if isinstance(decay, Tensor):
+    if isinstance(decay, Tensor):  # perhaps on another device of the group
         decay = decay.to(reading.sums.device)
-    decay = decay * share(0.0, ok, reading.sums)
     enters, refresh = (options["steps"] % interval == 0 for interval in intervals(options))
     for part, each in zip(bundle.parts, reading.parts, strict=True):
         for stack, G, X in zip(part.stacks, each.G, each.X, strict=True):
             if stack.has_bases and enters:
                 follow_covariances(options, stack, G, X, refresh, ok)
         next_steps(options, bundle, part, each, rates, ok)
-        move(part, each.X, 1 - decay)
+        move(part, each.X, 1 - decay * counts)
 
 
 def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
