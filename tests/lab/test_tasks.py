@@ -20,6 +20,7 @@ from lodo.lab.sigma import estimated_sigma, exact_sigma
 from lodo.lab.tasks import TASKS, Task, bowl, find_task, make_task
 from lodo.lab.tasks.bowl import Bowl, newton_loss
 from lodo.lab.tasks.rosenbrock import Rosenbrock
+from lodo.lab.tasks.wide_bowl import WideBowl
 
 F64 = torch.float64
 
@@ -82,7 +83,7 @@ def test_the_bowls_loss_in_numbers():
     np.testing.assert_allclose(task.x.grad, task.H.numpy() @ away, rtol=1e-12)
 
 
-@pytest.mark.parametrize("task", [Bowl(0, n=4), Rosenbrock(0)], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize("task", [Bowl(0, n=4), WideBowl(0, n=4), Rosenbrock(0)], ids=lambda task: type(task).__name__)
 def test_gradients_have_a_graph_only_on_request(task):
     task.draw()
     task.evaluate()
@@ -94,7 +95,7 @@ def test_gradients_have_a_graph_only_on_request(task):
 
 
 def test_evaluating_replaces_the_gradient():
-    for task in (Bowl(0, n=4), Rosenbrock(0)):
+    for task in (Bowl(0, n=4), WideBowl(0, n=4), Rosenbrock(0)):
         task.draw()
         first = task.evaluate(), task.params[0].grad.clone()
         assert same(first, (task.evaluate(), task.params[0].grad))
@@ -146,6 +147,30 @@ def test_the_bowls_spectrum(n, condition, seed):
     H = task.H.numpy()
     np.testing.assert_allclose(H, H.T, atol=1e-15)
     np.testing.assert_allclose(np.linalg.eigvalsh(H), np.geomspace(1 / condition, 1, n), rtol=1e-12, atol=1e-14)
+
+
+@given(n=st.integers(1, 60), condition=st.floats(1, 1e4), seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_the_wide_bowl_is_a_bowl(n, condition, seed):
+    """Its products are those of a symmetric matrix with the bowl's curvatures, and its gradient is autograd's."""
+    task = WideBowl(seed, n=n, condition=condition)
+    H = torch.stack([task.product(e) for e in torch.eye(n)]).numpy()
+    np.testing.assert_allclose(H, H.T, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.eigvalsh(H.astype(float)), np.geomspace(1 / condition, 1, n), atol=1e-5)
+    task.draw()
+    loss, grad = task.evaluate(), task.x.grad
+    assert math.isclose(loss, Task.evaluate(task), rel_tol=1e-5)
+    torch.testing.assert_close(grad, task.x.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_wide_bowls_eigenvectors_are_spread_and_differ_by_seed():
+    """As those of a random rotation: the largest of 500 entries of about 1 / sqrt(500) is a few times that."""
+    U = [
+        np.linalg.eigh(torch.stack([WideBowl(seed, n=500).product(e) for e in torch.eye(500)]).numpy())[1]
+        for seed in (0, 1)
+    ]
+    assert all(np.abs(V).max() * math.sqrt(500) < 6 for V in U)
+    assert np.abs(np.diag(U[0].T @ U[1])).mean() < 0.1
 
 
 def test_the_bowls_directions_are_random():
@@ -249,11 +274,13 @@ def test_without_noise_nothing_moves():
     assert task.evaluate() == newton_loss(n=5, v=0) == 0
 
 
-@pytest.mark.parametrize("options", [{"n": 5}, {"n": 5, "renew_at": 2}])
-def test_the_seed_determines_everything(options):
-    runs = [wander(make_task("bowl", options, seed), 4) for seed in (5, 5, 6)]
+@pytest.mark.parametrize(
+    ("name", "options"), [("bowl", {"n": 5}), ("bowl", {"n": 5, "renew_at": 2}), ("wide_bowl", {"n": 5})]
+)
+def test_the_seed_determines_everything(name, options):
+    runs = [wander(make_task(name, options, seed), 4) for seed in (5, 5, 6)]
     torch.manual_seed(99)  # torch's global generator has no influence
-    runs.append(wander(make_task("bowl", options, 5), 4))
+    runs.append(wander(make_task(name, options, 5), 4))
     assert same(runs[0], runs[1])
     assert same(runs[0], runs[3])
     assert not any(same(a, b) for a, b in zip(runs[0], runs[2], strict=True))
@@ -346,8 +373,9 @@ def test_a_rotating_bowl_resumes_bit_for_bit():
     assert same(wander(task, 3), wander(other, 3))
 
 
-def test_rosenbrock_resumes_bit_for_bit():
-    task, other = (Rosenbrock(seed, jitter=0.1) for seed in (1, 2))
+@pytest.mark.parametrize(("name", "options"), [("rosenbrock", {"jitter": 0.1}), ("wide_bowl", {"n": 6})])
+def test_other_surfaces_resume_bit_for_bit(name, options):
+    task, other = (make_task(name, options, seed) for seed in (1, 2))
     wander(task, 3)
     other.load_state_dict(through_a_file(task.state_dict()))
     assert same(wander(task, 3), wander(other, 3))
@@ -379,6 +407,9 @@ def test_a_state_of_other_parameters_is_refused():
         ("bowl", "rotation", math.nan),
         ("bowl", "renew_at", 0),
         ("bowl", "renew_at", 1.5),
+        ("wide_bowl", "n", 0),
+        ("wide_bowl", "condition", 0.5),
+        ("wide_bowl", "v", -1.0),
         ("rosenbrock", "jitter", -0.1),
         ("rosenbrock", "jitter", math.nan),
         ("rosenbrock", "jitter", "some"),
@@ -396,7 +427,7 @@ def test_one_dimension_cannot_rotate():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=r"^task must be one of 'bowl', 'rosenbrock'.*got 'bowls'"):
+    with pytest.raises(ValueError, match=r"^task must be one of 'bowl', 'wide_bowl', 'rosenbrock'.*got 'bowls'"):
         make_task("bowls", {}, 0)
     with pytest.raises(ValueError, match=r"^rosenbrock has no option 'n'. Its options: jitter$"):
         make_task("rosenbrock", {"n": 3}, 0)

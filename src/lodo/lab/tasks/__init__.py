@@ -18,6 +18,7 @@ __all__ = ["TASKS", "Task", "check_task", "find_task", "make_task"]
 
 TASKS: dict[str, str | type[Task]] = {  # the class, or where it is
     "bowl": "lodo.lab.tasks.bowl:Bowl",
+    "wide_bowl": "lodo.lab.tasks.wide_bowl:WideBowl",
     "rosenbrock": "lodo.lab.tasks.rosenbrock:Rosenbrock",
     "mlp": "lodo.lab.tasks.mlp:Mlp",
     "mnist": "lodo.lab.tasks.mnist:Mnist",
@@ -47,7 +48,7 @@ def check_task(name: str) -> None:
     >>> check_task("mountain")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: task must be one of 'bowl', 'rosenbrock', 'mlp', ..., got 'mountain'
+    ValueError: task must be one of 'bowl', 'wide_bowl', 'rosenbrock', ..., got 'mountain'
     """
     if not is_plugin(name):
         check_choice("task", name, TASKS)
