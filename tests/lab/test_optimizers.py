@@ -36,6 +36,7 @@ from lodo.lab.optimizers.base import VectorOptimizer
 from lodo.lab.optimizers.frozen import FrozenLODO
 from lodo.lab.optimizers.lbfgs import SCALINGS, StochasticLBFGS, two_loop
 from lodo.lab.optimizers.libraries import pytorch_optimizer_names
+from lodo.lab.optimizers.rate_free import HDM, DoG, Mechanic
 from lodo.lab.optimizers.second_order import BFGS, LevenbergMarquardt, Newton
 from lodo.lab.schedules import schedule_of
 from lodo.lab.settings import read_settings
@@ -433,6 +434,110 @@ def test_bad_arguments_of_second_order_are_named(make, name):
         assert repr(value) in str(error.value)
 
 
+# ---------------------------------------------------------------- rates of their own
+
+
+def gradients(steps, n=4, seed=0):
+    """What a wandering bowl does to x, in NumPy: a function of x and the step that returns loss and gradient."""
+    rng = np.random.default_rng(seed)
+    A = rng.normal(size=(n, n))
+    H, centres = A @ A.T / n + np.eye(n) / 2, rng.normal(size=(steps, n)).cumsum(0)
+    return lambda x, t: (0.5 * (x - centres[t]) @ H @ (x - centres[t]), H @ (x - centres[t]))
+
+
+def trained(make, steps=30, n=4):
+    """The path of an optimizer on that bowl."""
+    bowl, x = gradients(steps, n), Parameter(torch.ones(n, dtype=F64))
+    optimizer, path = make([x]), []
+    for t in range(steps):
+
+        def closure(t=t):
+            loss, g = bowl(x.detach().numpy(), t)
+            x.grad = torch.tensor(g)
+            return float(loss)
+
+        optimizer.step(closure)
+        path.append(x.detach().numpy().copy())
+    return np.array(path)
+
+
+@pytest.mark.parametrize(("lr", "start"), [(1.0, 1e-2), (0.5, 1e-4)])
+def test_dog(lr, start):
+    bowl, x = gradients(30), np.ones(4)
+    r, squares, path = start * 3, 0.0, []
+    for t in range(30):
+        g = bowl(x, t)[1]
+        r, squares = max(r, np.linalg.norm(x - 1)), squares + g @ g
+        x = x - lr * r / math.sqrt(squares + 1e-8) * g
+        path.append(x)
+    np.testing.assert_allclose(trained(lambda p: DoG(p, lr, start)), path, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("momentum", "decay", "start"), [(0.0, 0.01, 1e-2), (0.9, 0.0, 1e-8), (0.5, 0.1, 1.0)])
+def test_mechanic(momentum, decay, start):
+    """Learner by learner, in plain numbers."""
+    bowl, x, betas = gradients(30), np.ones(4), (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+    D, m, path = np.zeros(4), np.zeros(4), []
+    learners = [{"bet": 0.0, "reward": 0.0, "squares": 0.0, "largest": 1e-6} for _ in betas]
+    for t in range(30):
+        g = bowl(x, t)[1]
+        s = sum(one["bet"] for one in learners)
+        h = D @ (g + decay * s * np.linalg.norm(g) * x / (np.linalg.norm(x) + 1e-8))
+        for one, b in zip(learners, betas, strict=True):
+            one["largest"] = max(b * one["largest"], abs(h))
+            one["squares"] = b * b * one["squares"] + h * h
+            one["reward"] = max(b * one["reward"] - one["bet"] * h, 0.0)
+            one["bet"] = (start / 6 * one["largest"] + one["reward"]) / (math.sqrt(one["squares"]) + 1e-8)
+        m = momentum * m + (1 - momentum) * g
+        D = D - m
+        x = 1 + sum(one["bet"] for one in learners) * D
+        path.append(x)
+    np.testing.assert_allclose(trained(lambda p: Mechanic(p, momentum, decay, start)), path, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("lr", "momentum", "start"), [(0.1, 0.95, 0.0), (0.5, 0.0, 0.2), (0.05, 0.9995, 1.0)])
+def test_hdm(lr, momentum, start):
+    """Some steps raise the loss of their batch: they are taken back, but learned from."""
+    bowl, x, d = gradients(30), np.ones(4), np.zeros(4)
+    P, b, P2, b2, path, kept = np.full(4, start), momentum, np.zeros(4), 0.0, [], []
+    for t in range(30):
+        before, g = bowl(x, t)
+        s = b * d - P * g
+        after, ahead = bowl(x + s, t)
+        scale = 1 / (g @ g + 0.25 * d @ d)
+        h, hb = -scale * ahead * g, scale * ahead @ d
+        P2, b2 = P2 + h**2, b2 + hb**2
+        P = np.maximum(P - lr * h / (np.sqrt(P2) + 1e-12), 0)
+        b = min(max(b - 0.1 * hb / (math.sqrt(b2) + 1e-12), 0.0), 0.9995)
+        kept.append(after <= before)
+        d = s if kept[-1] else 0 * s
+        x = x + d
+        path.append(x)
+    np.testing.assert_allclose(trained(lambda p: HDM(p, lr, momentum=momentum, start=start)), path, rtol=1e-9)
+    assert any(kept)
+    assert start < 1 or not all(kept)
+
+
+def test_hdm_needs_a_closure():
+    with pytest.raises(ValueError, match=r"^closure must be given to HDM, which evaluates every batch twice, got None"):
+        HDM([Parameter(torch.zeros(2))]).step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((DoG, name) for name in ("lr", "start")),
+        *((Mechanic, name) for name in ("momentum", "decay", "start")),
+        *((HDM, name) for name in ("lr", "momentum_lr", "momentum", "start", "damping")),
+    ],
+)
+def test_bad_arguments_of_rate_free_ones_are_named(kind, name):
+    for value in (-0.5, math.nan, "a"):
+        with pytest.raises(ValueError, match=f"^{name} must be") as error:
+            kind([Parameter(torch.zeros(2))], **{name: value})
+        assert repr(value) in str(error.value)
+
+
 # ---------------------------------------------------------------- one vector
 
 
@@ -444,6 +549,9 @@ VECTOR = {
     "lm": lambda params: LevenbergMarquardt(params, lambda: CURVATURE, 0.5),
     "bfgs": lambda params: BFGS(params, 0.1),
     "lbfgs": lambda params: StochasticLBFGS(params, 0.5, 100.0, first=1e-2),
+    "dog": lambda params: DoG(params, start=0.1),
+    "mechanic": lambda params: Mechanic(params, start=0.1),
+    "hdm": HDM,
 }
 
 
@@ -572,7 +680,7 @@ def test_the_loss_is_handed_through(name):
             task.draw()
             losses.clear()
             assert optimizer.step(closure) == losses[0]
-            assert len(losses) == (2 if "bfgs" in name and name != "bfgs" else 1)
+            assert len(losses) == (2 if name == "hdm" or ("bfgs" in name and name != "bfgs") else 1)
         assert not torch.equal(task.params[0], start)
 
 

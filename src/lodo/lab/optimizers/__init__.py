@@ -138,6 +138,9 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "kron_lodo": OptimizerEntry("KronLODO", KRONECKER, _of_params("lodo:KronLODO")),
     "kron_lodo_averaged": OptimizerEntry("KronLODO, averaged", KRONECKER, _kron_averaged),
     "muon_adamw": OptimizerEntry("Muon and AdamW", KRONECKER, _muon),
+    "dog": OptimizerEntry("DoG", LINEAR, _of_params("lodo.lab.optimizers.rate_free:DoG")),
+    "mechanic": OptimizerEntry("Mechanic", LINEAR, _of_params("lodo.lab.optimizers.rate_free:Mechanic")),
+    "hdm": OptimizerEntry("HDM", LINEAR, _of_params("lodo.lab.optimizers.rate_free:HDM")),
     "bfgs": OptimizerEntry("BFGS", QUADRATIC, _of_params("lodo.lab.optimizers.second_order:BFGS")),
     "lm": OptimizerEntry(
         "Levenberg-Marquardt", QUADRATIC, _of_params_and_hessian("lodo.lab.optimizers.second_order:LevenbergMarquardt")

@@ -60,10 +60,7 @@ class VectorOptimizer(OwnOptimizer):
     def move(self, closure: Closure | None) -> None:
         g = self.gradient()
         s = self.displacement(g)
-        start = 0
-        for p in self.params:
-            p.add_(s[start : start + p.numel()].view_as(p))
-            start += p.numel()
+        self.add(s)
         self.after(s, g, closure)
 
     @abstractmethod
@@ -73,6 +70,11 @@ class VectorOptimizer(OwnOptimizer):
     def after(self, s: Tensor, g: Tensor, closure: Closure | None) -> None:
         """Learn from the step ``s`` taken at gradient ``g``."""
         return
+
+    def add(self, s: Tensor) -> None:
+        """Move x by s."""
+        for p, change in zip(self.params, torch.split(s, [p.numel() for p in self.params]), strict=True):
+            p.add_(change.view_as(p))
 
     @property
     def params(self) -> list[Tensor]:
@@ -85,6 +87,10 @@ class VectorOptimizer(OwnOptimizer):
         """The state that is kept from step to step, stored under the first parameter."""
         memory: dict[str, Any] = self.state[self.params[0]]
         return memory
+
+    def position(self) -> Tensor:
+        """x, as a copy."""
+        return torch.cat([p.detach().reshape(-1) for p in self.params])
 
     def gradient(self) -> Tensor:
         """All gradients as one vector; a missing one is zero."""

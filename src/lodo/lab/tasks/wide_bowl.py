@@ -49,7 +49,8 @@ class WideBowl(Task):
     def product(self, x: Tensor) -> Tensor:
         """``H x``."""
         S, S_ = self.S
-        return S * hartley(S_ * hartley(self.D * hartley(S_ * hartley(S * x))))
+        product: Tensor = S * hartley(S_ * hartley(self.D * hartley(S_ * hartley(S * x))))
+        return product
 
     def loss(self) -> Tensor:
         away = self.x - self.centre
@@ -75,4 +76,5 @@ def hartley(x: Tensor) -> Tensor:
     True
     """
     transformed = torch.fft.fft(x, norm="ortho")
-    return transformed.real - transformed.imag
+    difference: Tensor = transformed.real - transformed.imag
+    return difference
