@@ -30,6 +30,7 @@ _BEST: dict[str, Any] = dict(bowl_rivals()["lodo_schedule_free"].choice.settings
 _FREE: dict[str, Any] = {name: _BEST[name] for name in ("meta_optimizer", "meta_lr")}
 _FREE_TUNED: dict[str, Any] = {**_TUNED, **_FREE, "beta": 0.1}
 _SHUFFLE = "mixing(mixing='shuffle')"
+_DEEP = "mixing(depth=12, block_size=8, mixing='shuffle')"
 _PAPER, _ROBUST, _COMBINED = "paper", "robust recipe", "schedule-free + gate + shuffle, k = 8"
 
 
@@ -62,6 +63,7 @@ TABLES = (
             "defaults, learned gate": {**_DEFAULTS, "momentum": "learned"},
             f"defaults, {_ROBUST}": {**_DEFAULTS, "recipe": "robust"},
             f"defaults, {_COMBINED}": _BEST,
+            f"defaults, {_COMBINED}, depth 12": {**_BEST, "preconditioner": _DEEP},
         },
     ),
     Table(
