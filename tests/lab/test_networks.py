@@ -334,7 +334,8 @@ def test_a_bad_file_is_explained(text, said, tmp_path):
         (["networks", "--tasks", "mlp, mlp"], "tasks must be named once each"),
         (["networks", "--seconds", "3"], "seconds must be left out"),
         (["networks", "--hyperparameters", "x.toml"], "hyperparameters must be left out"),
-        (["networks", "--optimizers", "torch.RAdam"], "lr of torch.RAdam must be a finite number"),
+        (["networks", "--optimizers", "torch.RAdam"], "lr of torch.RAdam must be given, as in 'torch.RAdam(lr=0.001)'"),
+        (["networks", "--optimizers", "torch.RAdam(lr=-1.0)"], "must be a finite number in (0.0, inf), got -1.0"),
         (["networks", "--track", "rates", "--seeds", "3"], "seeds must be left out"),
     ],
 )

@@ -107,7 +107,13 @@ class NetworksExperiment(Experiment):
         size = self.quick if quick else self.full
         chosen = [self.named[name] for name in names] if choices is None else list(choices)
         for choice in chosen:
-            check_real(f"lr of {choice.label}", Entrant(choice.label, choice).options.get("lr"), low=0.0, open_low=True)
+            lr = Entrant(choice.label, choice).options.get("lr")
+            if lr is None:
+                raise ValueError(
+                    f"lr of {choice.label} must be given, as in '{choice.label}(lr=0.001)', since rates are tried around "
+                    f"it; it is known for {', '.join(self.named)}"
+                )
+            check_real(f"lr of {choice.label}", lr, low=0.0, open_low=True)
         return Request(
             None,
             None,
