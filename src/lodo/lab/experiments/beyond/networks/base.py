@@ -110,8 +110,8 @@ class NetworksExperiment(Experiment):
             lr = Entrant(choice.label, choice).options.get("lr")
             if lr is None:
                 raise ValueError(
-                    f"lr of {choice.label} must be given, as in '{choice.label}(lr=0.001)', since rates are tried around "
-                    f"it; it is known for {', '.join(self.named)}"
+                    f"lr of {choice.label} must be given, as in '{choice.label}(lr=0.001)', since rates are tried "
+                    f"around it; it is known for {', '.join(self.named)}"
                 )
             check_real(f"lr of {choice.label}", lr, low=0.0, open_low=True)
         return Request(
