@@ -114,10 +114,16 @@ def test_no_line_of_the_help_is_cut_off():
     assert "..." not in CliRunner().invoke(app, ["--help"]).stdout.replace("[ARGS]...", "")
 
 
-def test_every_task_that_is_no_experiment_is_one_of_the_networks():
+def test_what_to_run_for_a_task_that_is_no_experiment():
+    """What the message names can be run."""
     known = experiments.load("networks")
     for name in set(TASKS) - set(CATALOG):
-        assert known.request(tasks=name)
+        said = CliRunner().invoke(app, ["run", name]).output
+        assert f"lodo compare {name}" in " ".join(said.split())
+        if "lodo run networks" in said:
+            assert known.request(tasks=name)
+        else:
+            assert name == "wide_bowl"
 
 
 @pytest.mark.parametrize(

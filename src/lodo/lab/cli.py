@@ -76,8 +76,10 @@ def _completed(names: Iterable[str]) -> Callable[[str], list[str]]:
     return complete
 
 
+_NETWORKS = read_settings("networks")["tasks"]
 _TASKS_ALONE = {
-    name: f"an experiment, got {name!r}, which is a task: lodo compare {name}, or lodo run networks --tasks {name}"
+    name: f"an experiment, got {name!r}, which is a task: lodo compare {name}"
+    + (f", or lodo run networks --tasks {name}" if name in _NETWORKS else "")
     for name in TASKS
     if name not in CATALOG
 }
