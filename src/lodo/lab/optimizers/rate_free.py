@@ -1,7 +1,7 @@
 """Optimizers that find their own rate: DoG, Mechanic, and hypergradient descent with a heavy ball.
 
-DoG and Mechanic have packages of their authors. Mechanic's cannot continue from a saved state; DoG's can, but the method is
-four lines.
+DoG and Mechanic have packages of their authors. Mechanic's cannot continue from a saved state; DoG's can, but the
+method is four lines.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class HDM(VectorOptimizer):
     """Hypergradient descent with a heavy ball (Chu, Gao, Ye and Udell, 2025).
 
     ``x -= P g - b d`` where d is the last step. AdaGrad learns the diagonal P and the number b from the gradient at the
-    end of the step, on the same batch, so every batch is evaluated twice. A step that raises the loss of its batch is taken back.
+    end of the step, on the same batch, so every batch is evaluated twice. A step that raises the loss of
+    its batch is taken back.
 
     Args:
         params: the parameters, as one vector.
