@@ -16,7 +16,7 @@ endef
 
 demo: .venv/lab
 	$(BIN)/lodo run bowl --quick
-	$(BIN)/lodo compare mlp --data digits --steps 300 --seeds 2 --workers 0 --optimizers 'kron_lodo, torch.AdamW, torch.AdamW(lr=0.01)'
+	$(BIN)/lodo compare mlp --data digits --steps 300 --seeds 2 --workers 0 --optimizers 'kron_lodo, torch.AdamW, torch.AdamW(lr=0.01), torch.AdamW(lr=0.1)'
 
 test: setup
 	$(MAKE) --no-print-directory --jobs=2 lint types docs

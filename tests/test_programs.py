@@ -46,6 +46,7 @@ def test_the_demo_is_a_quick_bowl_and_a_small_network():
     makefile = (ROOT / "Makefile").read_text()
     assert "$(BIN)/lodo run bowl --quick\n" in makefile
     assert "$(BIN)/lodo compare mlp --data digits" in makefile
+    assert "'kron_lodo, torch.AdamW, torch.AdamW(lr=0.01), torch.AdamW(lr=0.1)'" in makefile  # three rates
 
 
 def benchmark(name, folder, *options):

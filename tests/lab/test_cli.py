@@ -57,6 +57,16 @@ def run(*args):
         (("tune", "bowl", "--optimizer", "lodo", "--sampler", "cmeas"), 2, "did you mean 'cmaes'?"),
         (("theory", "sadle"), 2, "did you mean 'saddle'?"),
         (("run", "cnn"), 2, "lodo compare cnn, or lodo run networks --tasks cnn"),
+        (("run", "bowl", "--steps", "3"), 2, "steps must be an integer >= 10, got 3"),
+        (
+            ("run", "bowl", "--checkpoint-every", "-1"),
+            2,
+            "checkpoint_every must be a finite number in [0.0, inf), got -1",
+        ),
+        (("compare", "bowl", "--workers", "-1"), 2, "workers must be an integer >= 0, got -1"),
+        (("tune", "bowl", "--optimizer", "lodo", "--trials", "0"), 2, "trials must be an integer >= 1, got 0"),
+        (("theory", "saddle", "--seed", "-1"), 2, "seed must be an integer >= 0, got -1"),
+        (("train-l2l", "--episodes", "0"), 2, "episodes must be an integer >= 1, got 0"),
     ],
 )
 def test_an_answer_that_needs_nothing_heavy_imports_nothing_heavy(args, code, said):
@@ -84,7 +94,7 @@ def test_an_answer_that_needs_nothing_heavy_imports_nothing_heavy(args, code, sa
         ("run bowl --stepps 3", 2, r"no such option: --stepps .*"),
         ("run bowl --steps three", 2, r"invalid value for '--steps': .*integer"),
         ("tune bowl", 2, r"missing option '--optimizer'"),
-        ("run bowl --steps 3", 1, r"steps must be an integer >= 10, got 3"),
+        ("run bowl --steps 3", 2, r"steps must be an integer >= 10, got 3"),
         ("run bowl --task n=", 1, r"task must be options .*, got 'n=': .*"),
         ("report nowhere", 1, r"RUNS must be a folder of results, got 'nowhere'"),
     ],

@@ -7,6 +7,7 @@ been checked as far as names go. Help, lists and typing errors are therefore ans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lodo._checks import check_choice
+from lodo._checks import check_choice, check_int, check_real
 from lodo.lab.experiments import CATALOG
 from lodo.lab.experiments.catalog import COMPARED, TRACKS, track_of
 from lodo.lab.listing import print_list
@@ -42,29 +43,44 @@ _TRIALS_KEPT = "Finished trials and checkpoints are kept: the same command conti
 _NOTHING_WRITTEN = "Nothing was written."
 
 
-# ------------------------------------------------------------ names, which are checked and completed
+# ------------------------------------------------------------ arguments, which are checked and completed
 
 
 def _checked(
     names: Iterable[str], *, plugins: bool = False, elsewhere: Mapping[str, str] = MappingProxyType({})
-) -> Callable[[typer.CallbackParam, str | None], str | None]:
+) -> Callable[[typer.CallbackParam, Any], Any]:
     """A check that an argument is one of ``names``, or, with ``plugins``, of the form ``module:Name``.
 
     ``elsewhere`` says of names that belong to other commands what they are.
     """
 
-    def check(param: typer.CallbackParam, value: str | None) -> str | None:
-        if value is None or (plugins and is_plugin(value)):
-            return value
+    def check(name: str, value: str) -> None:
+        if plugins and is_plugin(value):
+            return
         if value in elsewhere:
-            raise typer.BadParameter(f"{param.metavar} must be {elsewhere[value]}")
-        try:
-            check_choice(param.metavar or str(param.name), value, names)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+            raise ValueError(f"{name} must be {elsewhere[value]}")
+        check_choice(name, value, names)
+
+    return _worded(check)
+
+
+def _worded(check: Callable[[str, Any], None]) -> Callable[[typer.CallbackParam, Any], Any]:
+    """A check of an argument if it is given, before anything heavy is imported; ``check`` takes its name and value."""
+
+    def callback(param: typer.CallbackParam, value: Any) -> Any:
+        if value is not None:
+            try:
+                check(param.metavar or str(param.name), value)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from None
         return value
 
-    return check
+    return callback
+
+
+def _at_least(low: int) -> Callable[[typer.CallbackParam, Any], Any]:
+    """A check that an argument is an integer of at least ``low``."""
+    return _worded(partial(check_int, low=low))
 
 
 def _completed(names: Iterable[str]) -> Callable[[str], list[str]]:
@@ -106,7 +122,11 @@ TaskOptions = Annotated[
 _STEPS = "Evaluations of the loss and its gradient in each run. Default:"
 _SEEDS = "Number of runs of each optimizer. Default:"
 Seconds = Annotated[
-    float | None, typer.Option(help="End every run after this much training time, instead of after --steps.")
+    float | None,
+    typer.Option(
+        help="End every run after this much training time, instead of after --steps.",
+        callback=_worded(partial(check_real, low=0.0, open_low=True)),
+    ),
 ]
 Hyperparameters = Annotated[
     Path | None,
@@ -117,7 +137,10 @@ Hyperparameters = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(help="Number of processes; 0 works in this one, without Dask. Default: one for each core."),
+    typer.Option(
+        help="Number of processes; 0 works in this one, without Dask. Default: one for each core.",
+        callback=_at_least(0),
+    ),
 ]
 Scheduler = Annotated[
     str | None, typer.Option(help="Address of a Dask scheduler, such as tcp://host:8786, to use its workers.")
@@ -189,9 +212,11 @@ def run(
             '[rivals] radam = { optimizer = "torch.RAdam", label = "RAdam", lr = 0.001 }.'
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help=f"{_STEPS} the experiment's number.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help=f"{_STEPS} the experiment's number.", callback=_at_least(10))
+    ] = None,
     seconds: Seconds = None,
-    seeds: Annotated[int | None, typer.Option(help=f"{_SEEDS} the experiment's number.")] = None,
+    seeds: Annotated[int | None, typer.Option(help=f"{_SEEDS} the experiment's number.", callback=_at_least(1))] = None,
     optimizers: Annotated[
         str | None,
         typer.Option(
@@ -210,7 +235,7 @@ def run(
         float,
         typer.Option(
             help="Seconds between a run's checkpoints, the most that a kill can cost; more if they are slow to write.",
-            min=0,
+            callback=_worded(partial(check_real, low=0.0)),
         ),
     ] = 10.0,
 ) -> None:
@@ -260,9 +285,11 @@ def compare(
         ),
     ] = None,
     page: Annotated[Path, typer.Option("--page", "-o", help="The HTML page to write.")] = Path("compare.html"),
-    steps: Annotated[int | None, typer.Option(help=f"{_STEPS} {COMPARED.evaluations:,}.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help=f"{_STEPS} {COMPARED.evaluations:,}.", callback=_at_least(10))
+    ] = None,
     seconds: Seconds = None,
-    seeds: Annotated[int | None, typer.Option(help=f"{_SEEDS} {COMPARED.seeds}.")] = None,
+    seeds: Annotated[int | None, typer.Option(help=f"{_SEEDS} {COMPARED.seeds}.", callback=_at_least(1))] = None,
     task: TaskOptions = None,
     hyperparameters: Hyperparameters = None,
     data: Data = None,
@@ -338,16 +365,18 @@ def tune(
             "for its optimizers."
         ),
     ] = None,
-    trials: Annotated[int | None, typer.Option(help="Number of trials, for Optuna's samplers.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Number of trials, for Optuna's samplers.", callback=_at_least(1))
+    ] = None,
     confirm: Annotated[
         int,
         typer.Option(
             help="Number of seeds on which the sampler's result and the best trials are run again, to choose among "
             "them; 0 takes the sampler's result as it is, as the paper does.",
-            min=0,
+            callback=_at_least(0),
         ),
     ] = CONFIRM,
-    seed: Annotated[int, typer.Option(help="Seed of the trials and their runs.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the trials and their runs.", callback=_at_least(0))] = 0,
     task: TaskOptions = None,
     data: Data = None,
     storage: Annotated[
@@ -429,7 +458,7 @@ def theory(
         ),
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Smaller cases: all of it in about a minute.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of matrices, noise and permutations.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of matrices, noise and permutations.", callback=_at_least(0))] = 0,
     out: Annotated[Path, typer.Option(help="Folder for numbers, texts and figures.")] = Path("results"),
 ) -> None:
     """Check the paper's theory by computation.
@@ -501,8 +530,8 @@ def report(
 def sample(
     weights: Annotated[Path, typer.Argument(help="A .weights or .checkpoint file of an mnist run, in <out>/runs.")],
     out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("samples.png"),
-    number: Annotated[int, typer.Option(help="Number of images to draw.", min=1)] = 16,
-    seed: Annotated[int, typer.Option(help="Seed of the pixels.", min=0)] = 0,
+    number: Annotated[int, typer.Option(help="Number of images to draw.", callback=_at_least(1))] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the pixels.", callback=_at_least(0))] = 0,
 ) -> None:
     """Draw digits with the image generator of an mnist run.
 
@@ -530,9 +559,12 @@ def sample(
 @app.command("train-l2l")
 def train_l2l(
     out: Annotated[Path, typer.Argument(help="The file to write.")] = Path("l2l.weights"),
-    seed: Annotated[int, typer.Option(help="Seed of the weights, the bowls and the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the bowls and the noise.", callback=_at_least(0))] = 0,
     episodes: Annotated[
-        int | None, typer.Option(help="Number of episodes of 100 steps. Default: that of the weights in the package.")
+        int | None,
+        typer.Option(
+            help="Number of episodes of 100 steps. Default: that of the weights in the package.", callback=_at_least(1)
+        ),
     ] = None,
 ) -> None:
     """Meta-train the LSTM of L2LBGDBGD on random noisy bowls.

@@ -41,6 +41,15 @@ TIME = "median microseconds per evaluation"
 Maker = Callable[[list[Parameter]], Optimizer]
 
 
+def compared(ratio: float) -> str:
+    """How far a mean is above or below another, in words that stay short.
+
+    >>> compared(1.295), compared(0.9), compared(7912.34)
+    ('+29.5 %', '-10.0 %', '7,912 times')
+    """
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{100 * (ratio - 1):+.1f} %"
+
+
 @dataclass(frozen=True)
 class ComparedRow(Row):
     """A result, compared with the lowest of its table."""
@@ -51,7 +60,7 @@ class ComparedRow(Row):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        difference = f"{100 * (self.mean / self.reference - 1):+.1f} %" if self.mean and self.reference else ""
+        difference = compared(self.mean / self.reference) if self.mean and self.reference else ""
         return self.optimizer, self.ours, difference if self.mean != self.reference else "", self.runs
 
 
