@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lodo import KronLODO
-from lodo.kron_state import state_bytes
+from lodo.kron_state import memory_of
 from measuring import with_target, write
 
 Shapes = list[tuple[int, ...]]
@@ -156,7 +156,7 @@ def training_ratio(rounds: int) -> float:
 def bytes_a_weight(shapes: Shapes, state_dtype: str | None = None) -> float:
     options = KronLODO([nn.Parameter(torch.zeros(1))], state_dtype=state_dtype).param_groups[0]
     tensors = [torch.empty(shape, device="meta") for shape in shapes]
-    return sum(state_bytes(x, options) for x in tensors) / sum(x.numel() for x in tensors)
+    return sum(memory_of(x, options).total for x in tensors) / sum(x.numel() for x in tensors)
 
 
 def main() -> None:

@@ -78,6 +78,9 @@ def step(reading: Reading, accepted: Flag = True) -> None:
     """Algorithm 1, from the moment the gradient g at the new x is known; if it was not accepted, nothing changes."""
     options, state, net = reading.options, reading.state, reading.network
     accepted = _decision(accepted, net)
+    if accepted is False:  # on the CPU, beside a group on a device that has decided
+        forget(reading)
+        return
     outcome = reading.rehearsed or _advance(reading, state, net.s.vector, accepted)
     _adopt(outcome, state, net)
     taken = where(accepted, outcome.lr, 0.0) if isinstance(accepted, Tensor) else outcome.lr
@@ -269,7 +272,6 @@ def _remember(reading: Reading, outcome: Outcome, accepted: Flag) -> None:
     state["fed_bound"] = where(accepted, fed_bound, state["fed_bound"])
     state["meta_step"] = outcome.t
     state["step"] = state["step"] + accepted
-    state["skipped"] = state["skipped"] + torch.logical_not(accepted)
     net.log_s = where(accepted, reading.log_s, net.log_s)
 
 

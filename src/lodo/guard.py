@@ -9,7 +9,7 @@ signs show it at once, and both cost O(n) or less:
   gradient that is an outlier by itself.
 * The loss rises along the step that led there: ``g . (x_{t+1} - x_t) > 0``, so the step went past a minimum. Steps are
   then trusted half as much, again and again while that goes on, until theta has unlearned its long steps. Afterwards
-  trust recovers by 2 % at every step that did not lead uphill.
+  trust recovers by 2 % at every step that did not lead uphill and whose gradient was not shortened.
 
 A run whose gradients stay within `LIMIT` times their recent average is not affected: it is the same bit for bit.
 The average follows a lasting change of the gradient's size by up to 11 % a step.

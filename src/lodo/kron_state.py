@@ -221,24 +221,19 @@ class KronMemory(NamedTuple):
 
 
 def memory_of(p: Tensor, options: Options) -> KronMemory:
-    """The memory of a parameter's state."""
+    """The memory of a parameter's state.
+
+    >>> options = {"lr": 3e-3, "basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024}
+    >>> options |= {"guard": True, "state_dtype": None}
+    >>> memory_of(torch.empty(768, 768), options).total // 768**2  # M, V, U, two bases, two covariances; U has 8 bits
+    25
+    >>> memory_of(torch.empty(768, 768), {**options, "state_dtype": "bfloat16"}).total // 768**2
+    17
+    """
     sizes = dict.fromkeys(KronMemory._fields, 0)
     for name, value in fresh_state(outline(p), options).items():
         sizes[KINDS.get(name, "numbers")] += value.numel() * value.element_size()
     return KronMemory(**sizes)
-
-
-def state_bytes(p: Tensor, options: Options) -> int:
-    """The bytes of a parameter's state.
-
-    >>> options = {"lr": 3e-3, "basis": "kronecker", "gains": True, "gate": True, "max_dim": 1024}
-    >>> options |= {"guard": True, "state_dtype": None}
-    >>> state_bytes(torch.empty(768, 768), options) // 768**2  # M, V, U, two bases, two covariances; U has 8 bits
-    25
-    >>> state_bytes(torch.empty(768, 768), {**options, "state_dtype": "bfloat16"}) // 768**2
-    17
-    """
-    return memory_of(p, options).total
 
 
 def diagnose(options: Options, state: State) -> dict[str, float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,19 +58,17 @@ class Transfer:
         return [_unpacked(part, tensors) for part, tensors in zip(parts, self._expected, strict=True)]
 
 
-class _lost_ranks:  # noqa: N801  # a context, like contextlib's
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
     """Say what a broken connection means."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise RuntimeError(
-                "KronLODO could not exchange gradients and changes with the other ranks: one of them has ended, or has "
-                "not called step (or state_dict) within the process group's time-out. This step is incomplete; restart "
-                f"all ranks from a checkpoint. The process group says: {error}"
-            ) from error
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "KronLODO could not exchange gradients and changes with the other ranks: one of them has ended, or has not "
+            "called step (or state_dict) within the process group's time-out. This step is incomplete; restart all "
+            f"ranks from a checkpoint. The process group says: {error}"
+        ) from error
 
 
 def _length(tensors: Sequence[Expected]) -> int:

@@ -221,6 +221,9 @@ class LODO(Inspectable, Resumable):
             algorithm.step(reading, accepted)
         if isinstance(accepted, Tensor):
             self._refused = torch.logical_not(accepted)
+            on_device = next(reading for reading in readings if not reading.network.engine.on_host)
+            refused = self._refused.to(on_device.network.engine.layout.device)
+            on_device.state["skipped"] = on_device.state["skipped"] + refused
         if self.check_sync_every is not None:
             self._check_sync(self.check_sync_every)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_MASK = 0xFFFFFFFF
+MASK = 0xFFFFFFFF  # numbers stay within 32 bits
 
 
 def mix(x: Any) -> Any:
@@ -22,19 +22,19 @@ def mix(x: Any) -> Any:
     >>> mix(1), mix(torch.tensor([1, 2])).tolist()
     (1753845952, [1753845952, 3507691905])
     """
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK
-    x = (x ^ (x >> 15)) * 0x846CA68B & _MASK
+    x = (x ^ (x >> 16)) * 0x7FEB352D & MASK
+    x = (x ^ (x >> 15)) * 0x846CA68B & MASK
     return x ^ (x >> 16)
 
 
 def update_key(seed: int, t: Any) -> Any:
     """The key of update ``t``, which may be a 0-dim tensor."""
-    return mix((seed + t) & _MASK)
+    return mix((seed + t) & MASK)
 
 
 def random_bits(key: Any, layer: int, places: Tensor) -> Tensor:
     """32 random bits for each place of a layer, as int64."""
-    bits: Tensor = mix((places + mix((key + layer) & _MASK)) & _MASK)
+    bits: Tensor = mix((places + mix((key + layer) & MASK)) & MASK)
     return bits
 
 

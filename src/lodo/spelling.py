@@ -174,3 +174,13 @@ def _literals(name: str, keywords: list[ast.keyword], text: str) -> dict[str, An
                 f"got {ast.unparse(keyword.value)!r}"
             ) from error
     return options
+
+
+def spell_options(options: Mapping[str, Any]) -> str:
+    """Options as they are written on the command line; JSON may have turned tuples into lists.
+
+    >>> spell_options({"n": 200, "model": "resnet8", "hidden": [32, 32]})
+    "n=200, model='resnet8', hidden=(32, 32)"
+    """
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in plain.items())

@@ -162,6 +162,28 @@ def test_a_refused_step_changes_nothing(name, backend, bad):
             assert torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(value)), key
 
 
+@pytest.mark.parametrize("devices", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_a_step_is_refused_by_all_groups_and_counted_once(devices, poisoned, monkeypatch):
+    """Wherever the groups are."""
+    params = [parameter(30), parameter(12)]
+    opt = LODO([{"params": [p]} for p in params], lr=0.1, backend="reference", nonfinite="skip")
+    sizes = {p.numel(): on_device for p, on_device in zip(params, devices, strict=True)}
+    monkeypatch.setattr(ReferenceEngine, "on_host", property(lambda engine: not sizes[engine.layout.n]))
+    good = gradients(params, 4)
+    play(opt, params, good[:2])
+    before = [p.detach().clone() for p in params]
+    bad = [g.clone() for g in good[2]]
+    bad[poisoned][3] = math.nan
+    play(opt, params, [bad, bad])
+    assert all(map(torch.equal, params, before))
+    assert opt.skipped_steps == 2
+    play(opt, params, good[2:])
+    assert opt.skipped_steps == 2
+    assert not any(map(torch.equal, params, before))
+    assert all(bool(torch.isfinite(p).all()) for p in params)
+
+
 @pytest.mark.usefixtures("as_if_on_a_device")
 def test_a_refused_step_raises_at_the_next_one():
     x = parameter(5)

@@ -24,6 +24,7 @@ from lodo.lab.optimizers import OPTIMIZERS
 from lodo.lab.page.report import section_readers
 from lodo.lab.page.results import read_results
 from lodo.lab.page.sections import experiment_section
+from lodo.lab.pipeline import run_experiment
 from lodo.lab.tasks import TASKS, Task
 
 QUIET = Console(quiet=True)
@@ -100,6 +101,50 @@ def test_all_optimizers_start_alike_and_seeds_differ():
     assert adam[0]["loss"][0] != adam[1]["loss"][0]
     again = compare(regression, "adam(lr=0.1)").curves["Adam (lr=0.1)"]
     np.testing.assert_array_equal(again[1]["loss"], adam[1]["loss"])
+
+
+class Drawing(torch.optim.SGD):
+    """Draws a random number in every step."""
+
+    def step(self, closure):
+        loss = super().step(closure)
+        torch.rand(1)
+        return loss
+
+
+def test_an_optimizer_that_draws_numbers_gets_the_same_batches():
+    found = compare(
+        regression, {"plain": "torch.SGD(lr=0.01)", "drawing": lambda params: Drawing(params, lr=0.01)}, seeds=1
+    )
+    (plain,), (drawing,) = found.curves.values()
+    np.testing.assert_array_equal(plain["loss"], drawing["loss"])
+
+
+def test_losses_below_zero_have_no_ratios():
+    def shifted():
+        x = torch.nn.Parameter(torch.ones(2))
+        return lambda: x.square().sum() - 1, [x]
+
+    found = compare(shifted, "torch.SGD(lr=0.1), torch.SGD(lr=0.0)", seeds=1)
+    lines = [row for row in found.rows if row.metric == LOSS]
+    assert [row.cells[2] for row in lines] == ["", ""]
+
+
+def test_the_paths_on_rosenbrock_are_whole(tmp_path):
+    experiment = Comparison("rosenbrock")
+
+    def drawn(folder, **options):
+        request = experiment.request(evaluations=200, seeds=1, choices=experiment.parse("adam"), task_options=options)
+        run_experiment(experiment, request, folder, workers=0)
+        figures = experiment.figures(request, read_results(experiment, folder).results)
+        (contours,) = [panel for figure in figures for panel in figure.panels if panel.name == "paths"]
+        assert np.isfinite(contours.paths["Adam"]).all()
+        return contours
+
+    assert len(drawn(tmp_path / "usual").paths["Adam"][0]) == 201
+    jittered = drawn(tmp_path / "jittered", jitter=0.5)  # it starts elsewhere for every seed
+    assert len(jittered.paths["Adam"][0]) == 200
+    assert "start" not in jittered.marked
 
 
 class Twice(torch.optim.Optimizer):

@@ -32,6 +32,7 @@ from lodo.lab.experiments.beyond.networks.metrics import (
     ranks,
     seconds_to,
     steps_to,
+    trailing_means,
 )
 from lodo.lab.experiments.beyond.networks.rows import read_row
 from lodo.lab.experiments.beyond.networks.standings import (
@@ -303,6 +304,19 @@ def test_a_rival_and_a_task_by_a_file(tmp_path):
     assert "radam" not in own_entries().rivals
 
 
+def test_a_rival_with_a_capital_letter_is_part_of_the_small_size(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[rivals]\nMyAdam = { optimizer = "torch.RAdam", lr = 0.002 }\n')
+    experiment = experiments.load("networks")
+    experiment.add_rivals(path)
+    assert "torch.RAdam" in [choice.optimizer for choice in experiment.request(quick=True).choices]
+
+
+def test_a_spike_does_not_spoil_the_means_after_it():
+    values = np.array([1e17, 2.0, 2.0, 2.0, 2.0])
+    assert trailing_means(values, 2)[1:].tolist() == [2.0, 2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -312,6 +326,7 @@ def test_a_rival_and_a_task_by_a_file(tmp_path):
         ("[tasks]\nmlp = { }", "steps of mlp must be an integer >= 10"),
         ("[tasks]\npit = { steps = 20 }", "task must be one of"),
         ("[opponents]\n", "a section must be one of"),
+        ("[quick]\nrivals = ['adamv']\n[rivals]\nlion = { lr = 1.0 }", "a rival of quick must be one of .*'adamw'"),
         ("", "a file with optimizers or tasks"),
         ("=", "written like networks.toml"),
     ],

@@ -191,6 +191,24 @@ def test_experiments_with_data_are_found_without_the_data(tmp_path, monkeypatch)
     assert not shown.gaps
 
 
+def test_whole_results_are_not_replaced_by_others_with_other_data(tmp_path, monkeypatch):
+    """A task may have been run on several data sets; what was run for the experiment is shown."""
+    experiment = experiments.load("mlp")
+    request = experiment.request(evaluations=10, seeds=1, choices=experiment.parse("adam"))
+    with using("digits"):
+        run_experiment(experiment, request, tmp_path, workers=0, console=Console(quiet=True))
+    stored = experiment.stored_requests
+
+    def with_others(self, *given):
+        yield from stored(*given)
+        yield replace(request, task_options={"digest": "other"})  # of which nothing is there
+
+    monkeypatch.setattr(type(experiment), "stored_requests", with_others)
+    found = read_results(experiment, tmp_path)
+    assert [cell.label for cell in found.results] == ["Adam"]
+    assert not found.missing
+
+
 def test_a_picture_that_is_missing_is_named(tmp_path):
     experiment = experiments.load("mnist")
     folder = tmp_path / "mnist"

@@ -20,10 +20,11 @@ import torch
 from pytorch_optimizer import ScheduleFreeAdamW
 
 from interruptions import interrupted, same_but_for_time
+from lodo import LODO
 from lodo._checks import check_int
 from lodo.lab import run as module
 from lodo.lab.files import load_state, read_checked, remove_leftovers, save_state
-from lodo.lab.optimizers import build, evaluating, paper_hyperparameters
+from lodo.lab.optimizers import build, evaluating, paper_hyperparameters, state_bytes
 from lodo.lab.page.results import digests
 from lodo.lab.run import FORMAT, Run, execute, load_curve, read_weights
 from lodo.lab.tasks import TASKS, make_task
@@ -143,6 +144,12 @@ def test_the_memory_of_the_state_is_kept(tmp_path):
     for optimizer, size in (("torch.SGD", 0), ("momentum", 4), ("torch.AdamW", 8)):
         run = bowl(optimizer, options={"lr": 1e-3})
         assert load_curve(run, execute(run, tmp_path).parent).state_bytes == pytest.approx(size, abs=0.5)
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (40, 60)]
+    lodo = LODO(params, preconditioner="diagonal", meta_optimizer="sgd", backend="reference")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    lodo.step()
+    assert 8 <= state_bytes(lodo) / 100 < 9  # theta and the momentum, of which parameters have parts
 
 
 def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
@@ -270,6 +277,32 @@ def test_a_diverged_run_is_recorded_as_such(tmp_path):
         curve = load_curve(run, tmp_path)
         assert curve.diverged
         assert 1 < len(curve["step"]) < 500
+
+
+def test_a_run_that_has_ended_leaves_no_checkpoint_to_go_on_from(tmp_path, monkeypatch):
+    """Otherwise, after a kill at its very end, a diverged run would go on as if nothing had happened."""
+    saved = []
+    monkeypatch.setattr("lodo.lab.run._Training.save", lambda self, path: saved.append(self.over))
+    for run in (bowl("momentum", 500, options={"lr": 1e3, "beta": 0.9}), bowl("adam", 500)):
+        execute(run, tmp_path, checkpoint_every=0.0)
+    assert not any(saved)
+
+
+class Erratic(Bowl):
+    """Measures something else on the way."""
+
+    def tracked(self, optimizer, step):
+        return {"odd" if step % 2 else "even": float(step)}
+
+
+def test_a_quantity_may_be_measured_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "erratic", Erratic)
+    run = Run("erratic", "adam", 0, 12, options={"lr": 0.1}, task_options={"n": 5}, track_every=3)
+    execute(run, tmp_path)
+    curve = load_curve(run, tmp_path)
+    for name, steps in (("odd", [3, 9]), ("even", [6, 12])):
+        assert curve["step"][~np.isnan(curve[name])].tolist() == steps
+        assert curve[name][~np.isnan(curve[name])].tolist() == steps
 
 
 def test_the_file_opens_with_pandas(tmp_path):
@@ -538,6 +571,15 @@ def test_the_weights_are_those_at_the_end(tmp_path, monkeypatch):
     assert float(x[0]) == curve.final["first"]
     assert not x.requires_grad
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".parquet", ".weights"]
+
+
+def test_the_weights_are_those_that_were_measured(tmp_path, monkeypatch):
+    """Schedule-free is measured at its average, not where it trains."""
+    run = kept(monkeypatch, "pytorch_optimizer.schedulefreeadamw", options={"lr": 0.1})
+    execute(run, tmp_path)
+    curve = load_curve(run, tmp_path)
+    _, (x,) = read_weights(curve.weights)
+    assert float(x[0]) == curve.final["first"]
 
 
 def test_a_task_that_keeps_nothing_has_no_weights(tmp_path):

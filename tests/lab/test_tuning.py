@@ -31,7 +31,7 @@ from lodo.lab.run import load_curve
 from lodo.lab.tasks import TASKS
 from lodo.lab.tuning import SAMPLERS
 from lodo.lab.tuning.evolution import EvolutionSampler
-from lodo.lab.tuning.finals import Finals, finalists, reference
+from lodo.lab.tuning.finals import Finalist, Finals, finalists, reference
 from lodo.lab.tuning.outcome import Outcome, run_search
 from lodo.lab.tuning.report import write_outcome
 from lodo.lab.tuning.search import Search, plan_search
@@ -359,6 +359,15 @@ class TestFinals:
         search = Search("bowl", Choice("lodo"), (depth,), Schedule(2, (1.0,), (10,)))
         study = tuned_by(search, lambda params: float(params["depth"]))
         assert type(search.mean(study)["depth"]) is int
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_finalists_may_be_equal(self, workers, tmp_path):
+        """As happens with whole numbers: one run is the trial of both."""
+        finals = Finals(small(), tuple(Finalist(origin, {"lr": 0.5}) for origin in ("trial 1", "trial 2")), 2)
+        study = run_study(finals, f"sqlite:///{tmp_path / 'tuning.db'}", tmp_path, workers=workers)
+        first, second = finals.losses(study)
+        assert first == second
+        assert len(set(first)) == len(list((tmp_path / "runs").glob("*.parquet"))) == 2
 
     @pytest.mark.slow
     def test_every_finalist_runs_on_the_same_fresh_seeds(self, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,7 +99,10 @@ class Comparison(Experiment):
     def plan(self, request: Request) -> Plan:
         dataset = find_task(self.task).dataset
         options = {} if dataset is None else {"digest": digest_of(request, dataset)}
-        return self.by_choice(request, **options)
+        plan = self.by_choice(request, **options)
+        if self.task == "rosenbrock":  # every step, for the paths
+            plan = {cell: [replace(run, track_every=1) for run in runs] for cell, runs in plan.items()}
+        return plan
 
     def rows(self, request: Request, results: Results) -> list[Row]:
         rows = _compared_rows(LOSS, results, partial(tail, fresh=True))
@@ -163,10 +166,10 @@ def _compared_rows(metric: str, results: Results, value: Value) -> list[Row]:
         for cell, curves in results.items()
         if any(value(curve) is not None for curve in curves)
     ]
-    means = [row.mean for row in rows if row.mean is not None and row.mean > 0]
+    means = [row.mean for row in rows if row.mean is not None]
     kind = _kind(metric)
-    reference = (max if kind is AccuracyRow else min)(means, default=None)
-    return [kind(**asdict(row), reference=reference) for row in rows]
+    best = (max if kind is AccuracyRow else min)(means, default=0.0)
+    return [kind(**asdict(row), reference=best if best > 0 else None) for row in rows]  # else ratios mean nothing
 
 
 def _kind(metric: str) -> type[ComparedRow]:

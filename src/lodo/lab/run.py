@@ -197,7 +197,7 @@ def execute(
                 training.advance()
                 progress(training.fraction)
                 now = time.monotonic()
-                if now - saved > interval:
+                if now - saved > interval and not training.over:
                     training.save(checkpoint)
                     saved = time.monotonic()
                     if checkpoint_every > 0:
@@ -362,16 +362,18 @@ class _Training:
         self.tracked_at.append(self.steps)
         with evaluating(self.optimizer, self.task.params):
             measured = self.task.tracked(self.optimizer, self.steps)
-        for name, value in measured.items():
-            self.tracked.setdefault(name, array("d")).append(value)
+        for name in dict.fromkeys([*self.tracked, *measured]):  # what is measured may change on the way
+            before = array("d", [math.nan] * (len(self.tracked_at) - 1))
+            self.tracked.setdefault(name, before).append(measured.get(name, math.nan))
 
     def _final(self) -> dict[str, float]:
         with evaluating(self.optimizer, self.task.params):
             return self.task.final()
 
     def save_weights(self, path: Path) -> None:
-        """Write the weights alone."""
-        save_state(path, {"settings": self.run.settings, "params": [p.detach() for p in self.task.params]})
+        """Write the weights alone, those at which the run was measured."""
+        with evaluating(self.optimizer, self.task.params):
+            save_state(path, {"settings": self.run.settings, "params": [p.detach() for p in self.task.params]})
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; if that fails, log it and continue."""

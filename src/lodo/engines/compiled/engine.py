@@ -21,10 +21,8 @@ from lodo.families import Mixing, Preconditioner, Residual
 from lodo.feed import RATE, fed
 from lodo.layout import Layout
 from lodo.meta import Learned, MetaOptimizer
-from lodo.rounding import mix, update_key
+from lodo.rounding import MASK, mix, update_key
 from lodo.scalars import Scalar, as_real, precise, scalar_on
-
-_MASK = 0xFFFFFFFF
 
 
 class Kept(NamedTuple):
@@ -224,7 +222,7 @@ class CompiledEngine(Engine):
         if self._noise is None:
             self._noise = [x.to(self.layout.device) for x in self._places()]
         layers_ = torch.arange(number, device=self.layout.device)
-        keys = mix((layers_ + update_key(lesson.seed, lesson.t)) & _MASK)
+        keys = mix((layers_ + update_key(lesson.seed, lesson.t)) & MASK)
         return [(key, *self._noise) for key in keys.unbind()]
 
     def _places(self) -> Sequence[Tensor]:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from lodo.meta import ADAM, SCHEDULE_FREE, SGD_
-from lodo.rounding import mix
+from lodo.rounding import MASK, mix
 
 _LOST = 0xFFFF  # the bits of a float32 that bfloat16 has no room for
-_MASK = 0xFFFFFFFF
 
 Rule = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor, Tensor, Sequence[Tensor]], None]
 
@@ -40,7 +39,7 @@ def adam(
     B.copy_(B - rate * m / (v.sqrt() * root + eps))
     if M.dtype == torch.bfloat16 and noise:
         key, first, offsets = noise
-        bits = mix((first + offsets + key) & _MASK)
+        bits = mix((first + offsets + key) & MASK)
         m, v = _rounded(m, bits & _LOST), _rounded(v, bits >> 16)
     M.copy_(m)
     V.copy_(v)

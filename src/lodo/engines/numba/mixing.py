@@ -96,7 +96,7 @@ class NumbaMixing(Engine):
             numbers = (3 * N + 2 if save_activations else 2 * N + 4) * T * k * L
             indices = N * T * k * L
         else:
-            numbers = (3 * N + 5 if save_activations else 2 * N + 6) * family.hidden(layout.n)
+            numbers = sum(_rows(N, save_activations)) * family.hidden(layout.n)
             indices = 0
         kept = numbers if save_activations else 0
         return Footprint(N * T * k * k * L, indices, kept, numbers - kept)
@@ -131,7 +131,7 @@ class NumbaMixing(Engine):
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
         w, out = self._begin(theta), torch.empty_like(v)
-        w.run(self._apply, theta.numpy(), w.P, v.numpy(), w.scratch(), out.numpy())
+        w.run(self._apply, theta.numpy(), w.P, v.contiguous().numpy(), w.scratch(), out.numpy())
         w.end()
         return out
 
@@ -277,9 +277,14 @@ class _PermutedWork(_Work):
 
 class _ShuffledWork(_Work):
     def _make(self) -> tuple[Any, ...]:
-        N, hidden = self._sizes[0], self._hidden
-        a, b, c = (self._zeros(rows, hidden) for rows in (N + 1, N + 1, N + 1 if self._save else 2))
-        return (a, b, c, self._zeros(2, hidden), *self._spare(), self._chunks)
+        activations = [self._zeros(rows, self._hidden) for rows in _rows(self._sizes[0], self._save)]
+        return (*activations, *self._spare(), self._chunks)
+
+
+def _rows(N: int, save: bool) -> tuple[int, int, int, int]:
+    """How many of a, b, c and d there is room for, with shuffles."""
+    between = max(1, N - 1)
+    return between, between, between if save else 2, 2
 
 
 def _belonging(theta: Tensor, m: Tensor, last: Tensor | None, gate: Learned | None) -> tuple[object, ...]:

@@ -18,6 +18,7 @@ from lodo.lab.run import Curve, Run
 from lodo.lab.show.plots import Figure
 from lodo.lab.show.tables import Row
 from lodo.lab.tasks import find_task
+from lodo.spelling import spell_options
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,16 @@ class Experiment(ABC):
         """Optimizers as written on the command line."""
         return parse(optimizers, self.named)
 
-    def spell(self, choice: Choice) -> str:
-        """A choice as it is written on the command line; settings from elsewhere are not part of it."""
-        names = {named.label: name for name, named in self.named.items()}
+    def spell(self, choice: Choice, names: Mapping[str, str] | None = None) -> str:
+        """A choice as it is written on the command line; settings from elsewhere are not part of it.
+
+        Args:
+            choice: the optimizer and its options.
+            names: what stands for a label on the command line; by default, what the experiment has named.
+        """
+        names = names or {named.label: name for name, named in self.named.items()}
         name = names.get(replace(choice, options={}).label, choice.optimizer)
-        given = ", ".join(f"{option}={_plain(value)!r}" for option, value in choice.options.items())
+        given = spell_options(choice.options)
         return f"{name}({given})" if given else name
 
     def words(self, request: Request) -> list[str] | None:
@@ -248,11 +254,6 @@ class Experiment(ABC):
             Cell(choice.label): [self.make_run(choice, seed, request, **task_options) for seed in range(request.seeds)]
             for choice in request.choices
         }
-
-
-def _plain(value: Any) -> Any:
-    """A value as the command line takes it: JSON has turned tuples into lists."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def environments(results: Results) -> list[dict[str, str]]:

@@ -94,15 +94,15 @@ def _of_params_and_hessian(path: str) -> Factory:
 def _l2l(task: Task, seed: int, /, **options: Any) -> Optimizer:
     from lodo.lab.optimizers.l2l_weights import make_l2l
 
-    check_options(options, option_names(make_l2l, "task", "seed"))
-    return make_l2l(task, seed, **options)
+    check_options(options, option_names(make_l2l, "task"))
+    return make_l2l(task, **options)
 
 
 def _muon(task: Task, seed: int, /, **options: Any) -> Optimizer:
     from lodo.lab.optimizers.muon import MuonAndAdamW, make_muon
 
     check_options(options, option_names(MuonAndAdamW, "hidden", "others"))
-    return make_muon(task, seed, **options)
+    return make_muon(task, **options)
 
 
 def _kron_averaged(task: Task, seed: int, /, **options: Any) -> Optimizer:
@@ -320,11 +320,12 @@ def state_bytes(optimizer: Optimizer) -> int:
     >>> x.sum().backward(); sgd.step(); state_bytes(sgd)
     40
     """
-    seen: dict[tuple[int, int], int] = {}
+    seen: dict[int, int] = {}
 
     def visit(value: Any) -> None:
         if hasattr(value, "untyped_storage"):
-            seen[value.data_ptr(), value.numel()] = value.numel() * value.element_size()
+            storage = value.untyped_storage()  # which views of one tensor share
+            seen[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, Mapping):
             for each in value.values():
                 visit(each)

@@ -53,7 +53,7 @@ class VectorOptimizer(OwnOptimizer):
         super().__init__(params, defaults)
         if len(self.param_groups) != 1:
             raise ValueError(
-                f"params must be one group for {type(self).__name__}, which has one matrix for all parameters, "
+                f"params must be one group for {type(self).__name__}, which takes all parameters as one vector, "
                 f"got {len(self.param_groups)} groups"
             )
 

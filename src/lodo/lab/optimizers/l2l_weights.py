@@ -49,7 +49,7 @@ def weights_digest(path: str | None = None) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def make_l2l(task: Task, seed: int, weights: str | None = None, digest: str | None = None) -> L2L:
+def make_l2l(task: Task, weights: str | None = None, digest: str | None = None) -> L2L:
     """The optimizer with the weights of a file; ``digest``, if given, must be theirs."""
     if digest is not None and digest != weights_digest(weights):
         raise ValueError(f"digest must be that of the file {weights!r}, which has changed since, got {digest!r}")

@@ -90,27 +90,8 @@ class MuonAndAdamW(OwnOptimizer):
         super().__setstate__(state)
         self._divide()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; one of two parts, as it was saved before, is joined."""
-        super().load_state_dict(joined(state_dict["parts"]) if "parts" in state_dict else state_dict)
 
-
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of several optimizers as that of one.
-
-    >>> joined([{"state": {0: "a"}, "param_groups": [{"params": [0]}]}] * 2)
-    {'state': {0: 'a', 1: 'a'}, 'param_groups': [{'params': [0]}, {'params': [1]}]}
-    """
-    state: dict[int, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for part in parts:
-        first = sum(len(group["params"]) for group in groups)
-        state.update({first + i: value for i, value in part["state"].items()})
-        groups += [{**group, "params": [first + i for i in group["params"]]} for group in part["param_groups"]]
-    return {"state": state, "param_groups": groups}
-
-
-def make_muon(task: Task, seed: int, /, **options: Any) -> Optimizer:
+def make_muon(task: Task, /, **options: Any) -> Optimizer:
     """Muon for a task's hidden matrices, and AdamW for its other parameters."""
     hidden = hidden_matrices(task)
     ids = set(map(id, hidden))

@@ -12,6 +12,7 @@ from typing import Any
 from lodo.lab.data import DIGITS_DIGEST
 from lodo.lab.experiments.base import Experiment, Request, Results
 from lodo.lab.tuning import CONFIRM
+from lodo.spelling import spell_options
 
 
 def run_command(experiment: Experiment, request: Request | None, out: Path, results: Results) -> str:
@@ -32,7 +33,7 @@ def run_command(experiment: Experiment, request: Request | None, out: Path, resu
         if not _same_choices(experiment, request):
             words += ["--optimizers", ", ".join(map(experiment.spell, request.choices))]
         if options := _task_options(experiment, request):
-            words += ["--task", spelled(options)]
+            words += ["--task", spell_options(options)]
         if request.hyperparameters:
             words += ["--hyperparameters", request.hyperparameters]
     digests = {curve.run.task_options.get("digest") for curves in results.values() for curve in curves}
@@ -55,7 +56,7 @@ def tune_command(search: Any, out: Path, confirm: Any = CONFIRM) -> str:
     """The command for a search, from the settings in its summary and the number of seeds in its finals."""
     search = search if isinstance(search, Mapping) else {}
     choice, task = search.get("choice", {}), str(search.get("task", "TASK"))
-    given, optimizer = spelled(choice.get("options", {})), str(choice.get("optimizer", "NAME"))
+    given, optimizer = spell_options(choice.get("options", {})), str(choice.get("optimizer", "NAME"))
     words = ["lodo", "tune", task, "--optimizer", f"{optimizer}({given})" if given else optimizer]
     words += _schedule(search.get("schedule"), task)
     for option in ("sampler", "seed", "trials"):
@@ -65,7 +66,7 @@ def tune_command(search: Any, out: Path, confirm: Any = CONFIRM) -> str:
     words += _space(search.get("spaces"), optimizer, choice.get("options", {}))
     options = search.get("task_options", {})
     plain = {name: value for name, value in options.items() if name != "digest"}
-    words += ["--task", spelled(plain)] if plain else []
+    words += ["--task", spell_options(plain)] if plain else []
     words += ["--data", "digits"] if options.get("digest") == DIGITS_DIGEST else []
     return quoted([*words, *out_words(out)])
 
@@ -97,16 +98,6 @@ def _space(found: Any, optimizer: str, fixed: Mapping[str, Any]) -> list[str]:
         for each in every
     ]
     return ["--space", ", ".join(bounded)]
-
-
-def spelled(options: Mapping[str, Any]) -> str:
-    """Options as they are written on the command line.
-
-    >>> spelled({"n": 200, "model": "resnet8", "hidden": [32, 32]})
-    "n=200, model='resnet8', hidden=(32, 32)"
-    """
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    return ", ".join(f"{name}={value!r}" for name, value in plain.items())
 
 
 def quoted(words: Iterable[str]) -> str:

@@ -98,7 +98,7 @@ def _rows(experiment: Experiment, rows: Any) -> list[Row]:
 
 def _curves(experiment: Experiment, request: Request, runs: Path) -> tuple[Results, list[Run]]:
     """The curves of every cell up to its first missing seed, and the missing runs."""
-    most: tuple[Results, list[Run]] = ({}, [])
+    most: tuple[Results, list[Run]] | None = None
     for stored in experiment.stored_requests(request, partial(digests, runs)):
         results: dict[Cell, list[Curve]] = {}
         missing: list[Run] = []
@@ -113,9 +113,9 @@ def _curves(experiment: Experiment, request: Request, runs: Path) -> tuple[Resul
                     results[cell] = first
             plan |= todo
             todo = {cell: new for cell, new in experiment.further(stored, results).items() if cell not in plan}
-        if len(results) > len(most[0]) or not most[1]:
+        if most is None or len(results) > len(most[0]):
             most = results, missing
-    return most
+    return most or ({}, [])
 
 
 def _until_missing(curves: Sequence[Curve | None]) -> list[Curve]:

@@ -1,4 +1,4 @@
-"""Settings as TOML files: tuned hyperparameters, the rivals on the bowl, search spaces and schedules."""
+"""Settings as TOML files: hyperparameters, rivals on the bowl and on networks, search spaces, schedules, durations."""
 
 from __future__ import annotations
 

@@ -212,7 +212,8 @@ def _draw_contours(axes: Axes, contours: Contours, styles: Mapping[str, Style]) 
         axes.plot(
             x[shown], y[shown], color=style.color, ls=_dashes(style.dash), lw=0.9, marker="o", ms=1.8, label=label
         )
-    for (name, place), color in zip(contours.marked.items(), ("red", "green"), strict=True):
+    for name, place in contours.marked.items():
+        color = "green" if name == "minimum" else "red"
         axes.plot(*place, marker="*", color=color, ms=12, ls="none", label=name, zorder=5)
     axes.set(xlim=contours.x[[0, -1]], ylim=contours.y[[0, -1]], xlabel="$x$", ylabel="$y$")
     axes.set_title(f"{contours.title}, {contours.first} steps")

@@ -137,14 +137,21 @@ def task_from_function(make: Callable[[], Problem], number_of_threads: int = 1) 
             self._loss, params = problem[0], problem[1]
             self._measure: Measure = problem[2] if len(problem) == 3 else dict
             self.params = list(params)
-            self._batch = torch.get_rng_state()
+            self._batch, self._after = torch.get_rng_state(), torch.get_rng_state()
+
+        def buffers(self) -> dict[str, Tensor]:
+            return {"after": self._after}
 
         def draw(self) -> None:
-            self._batch = torch.get_rng_state()
+            self._batch = self._after.clone()
 
         def loss(self) -> Tensor:
+            outside = torch.get_rng_state()  # an optimizer may draw numbers too: they have no part in the batches
             torch.set_rng_state(self._batch)  # so that a second evaluation uses the same batch
-            return self._loss()
+            loss = self._loss()
+            self._after.copy_(torch.get_rng_state())
+            torch.set_rng_state(outside)
+            return loss
 
         def tracked(self, optimizer: Optimizer, step: int) -> dict[str, float]:
             before = torch.get_rng_state()

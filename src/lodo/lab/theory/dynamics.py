@@ -201,7 +201,7 @@ def run(quick: bool = False, seed: int = 0) -> Finding:
     parts = (
         _equations(H, rng, steps=200 if quick else 1000),
         _averages(H, A, rng, quick),
-        _monotone(H, A, rng, starts=20 if quick else 100),
+        _monotone(H, rng, starts=20 if quick else 100),
         _rates(H, A, np.eye(n)),
         _theorem(H, A, rng, quick),
     )
@@ -295,7 +295,7 @@ def _shade_of_blue(strength: float) -> str:
     return f"#00{round(255 * 0.45 * strength):02x}{round(255 * 0.7 * strength):02x}"
 
 
-def _monotone(H: Matrix, A: Matrix, rng: np.random.Generator, starts: int) -> tuple[Claim, dict[str, float]]:
+def _monotone(H: Matrix, rng: np.random.Generator, starts: int) -> tuple[Claim, dict[str, float]]:
     n = len(H)
     worst, grew, most = -np.inf, 0, 0.0
     for _ in range(starts):

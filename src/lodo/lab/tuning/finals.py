@@ -15,7 +15,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler
+from optuna.samplers import RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
@@ -99,7 +99,7 @@ class Finals:
         return len(self.finalists) * self.seeds
 
     @cached_property
-    def optuna_sampler(self) -> BaseSampler:
+    def optuna_sampler(self) -> _InTurn:
         """A sampler that hands out the finalists in turn."""
         return _InTurn([each.params for each in self.finalists])
 
@@ -127,19 +127,12 @@ class Finals:
         return [values[i :: len(self.finalists)] for i in range(len(self.finalists))]
 
 
-class _InTurn(BaseSampler):
+class _InTurn(RandomSampler):
     """Hands out the given parameters in turn."""
 
     def __init__(self, params: Sequence[Mapping[str, float]]) -> None:
+        super().__init__()
         self.params = params
-
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return {}
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        return {}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

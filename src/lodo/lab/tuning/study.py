@@ -133,17 +133,18 @@ def run_study(
         open_executor(folder, workers=workers, scheduler=scheduler, checkpoint_every=checkpoint_every) as executor,
         _claims(search, study) as claims,
     ):
-        trial_numbers: dict[Run, int] = {}
+        trials: dict[Run, list[int]] = {}  # several may come to the same run
         while True:
             while executor.pending <= executor.slots and (trial := claims.next()) is not None:
                 run = search.make_run(trial.number, search.suggest(trial))
-                trial_numbers[run] = trial.number
-                executor.submit([run])
+                if run not in trials:
+                    executor.submit([run])
+                trials.setdefault(run, []).append(trial.number)
             if executor.pending:
                 run = executor.wait()
-                number = trial_numbers.pop(run)
-                claims.release(number)
-                _tell(study, number, load_finished(run, folder))
+                for number in trials.pop(run):
+                    claims.release(number)
+                    _tell(study, number, load_finished(run, folder))
             elif _trials_left(search, study) == 0:
                 return study
             else:

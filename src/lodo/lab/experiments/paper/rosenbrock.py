@@ -87,9 +87,14 @@ def late(curve: Curve) -> float:
 def trajectories(name: str, results: Results) -> list[Figure]:
     """The paths of the first seeds over the contours; no figure if none were recorded."""
     paths = {}
+    marked = {"start": START, "minimum": MINIMUM}
     for cell, (first, *_) in results.items():
-        if "x" in first.columns:
-            x, y = (np.append(start, first[column]) for column, start in zip("xy", START, strict=True))
+        if "x" in first.columns and not np.isnan(first["x"]).any():  # every step was measured
+            x, y = (first[column].astype(np.float64) for column in "xy")
+            if first.run.task_options.get("jitter"):
+                marked.pop("start", None)  # it is another one for every seed
+            else:
+                x, y = (np.append(start, values) for start, values in zip(START, (x, y), strict=True))
             paths[cell.label] = (x, y, rosenbrock(torch.from_numpy(x), torch.from_numpy(y)).numpy())
     if not paths:
         return []
@@ -103,7 +108,7 @@ def trajectories(name: str, results: Results) -> list[Figure]:
         y,
         np.log10(np.maximum(height, 1e-4)),
         levels=(-1.5, 1.2, 0.3),
-        marked={"start": START, "minimum": MINIMUM},
+        marked=marked,
         first=SHOWN,
     )
     return [Figure(name, [contours], size=(6.5, 4.6))]

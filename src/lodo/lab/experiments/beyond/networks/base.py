@@ -23,12 +23,13 @@ from lodo.lab.experiments.beyond.networks.trials import (
     next_power,
     rate,
 )
-from lodo.lab.experiments.catalog import TRACKS, Entry
+from lodo.lab.experiments.catalog import TRACKS, Entry, counted
 from lodo.lab.optimizers import Choice
 from lodo.lab.plugins import is_plugin
 from lodo.lab.run import Run
 from lodo.lab.show.tables import Row
 from lodo.lab.tasks import TASKS, find_task
+from lodo.spelling import spell_options
 
 TUNING_SEED = 0  # the seeds after it report
 RATES, FEW_RATES = 5, 3  # of the grid, at full size and with --quick
@@ -238,28 +239,22 @@ class NetworksExperiment(Experiment):
         if request.seeds != usual.seeds:
             words += ["--seeds", str(request.seeds)]
         if request.choices != usual.choices and not request.options.get("rivals"):
-            words += ["--optimizers", ", ".join(self._spell(choice, names) for choice in request.choices)]
+            words += ["--optimizers", ", ".join(self.spell(choice, names) for choice in request.choices)]
         if request.options.get("rivals"):
             words += ["--rivals", request.options["rivals"]]
         if request.task_options:
-            words += ["--task", ", ".join(f"{option}={value!r}" for option, value in request.task_options.items())]
+            words += ["--task", spell_options(request.task_options)]
         return words
-
-    def _spell(self, choice: Choice, names: Mapping[str, str]) -> str:
-        name = names.get(replace(choice, options={}).label, choice.optimizer)
-        given = ", ".join(f"{option}={value!r}" for option, value in choice.options.items())
-        return f"{name}({given})" if given else name
 
     def size(self, request: Request) -> str:
         loads = workloads(request)
         lengths = sorted({load.steps for load in loads.values()})
         steps = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
         changed = "".join(f", {name} = {value}" for name, value in request.task_options.items())
-        tasks = f"{len(loads)} task{'s' if len(loads) > 1 else ''}"
-        return f"{tasks} of {steps} steps, {self._seeds(request)}{changed}"
+        return f"{counted(len(loads), 'task')} of {steps} steps, {self._seeds(request)}{changed}"
 
     def _seeds(self, request: Request) -> str:
-        return f"{request.seeds} seed{'s' if request.seeds > 1 else ''}"
+        return counted(request.seeds, "seed")
 
     @abstractmethod
     def about(self, request: Request) -> str: ...

@@ -88,6 +88,8 @@ def read_entries(path: Path) -> Entries:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
         json.dumps(found, allow_nan=False)
         entries = make_entries({"quick": {"rivals": list(found.get("rivals", {}))}, **found})
+        for name in entries.small_rivals:
+            check_choice("a rival of quick", name, {**own_entries().rivals, **entries.rivals})
         rivals = {name: replace(choice, optimizer=resolve(choice.optimizer)) for name, choice in entries.rivals.items()}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
@@ -114,7 +116,7 @@ def make_entries(found: Mapping[str, Any]) -> Entries:
         {name.lower(): _rival(name, fields) for name, fields in rivals.items()},
         {name: _workload(name, fields, "steps") for name, fields in tasks.items()},
         {name: _workload(name, fields, "quick") for name, fields in tasks.items() if "quick" in fields},
-        tuple(found.get("quick", {}).get("rivals", ())),
+        tuple(name.lower() for name in found.get("quick", {}).get("rivals", ())),
         frozenset(name for name, fields in tasks.items() if fields.get("extra")),
         frozenset(name.lower() for name, fields in rivals.items() if fields.get("extra")),
     )

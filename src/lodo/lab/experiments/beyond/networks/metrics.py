@@ -54,8 +54,8 @@ def trailing_means(values: np.ndarray, window: int) -> np.ndarray:
     >>> trailing_means(np.array([1.0, 2.0, 3.0, 5.0]), 2)
     array([1.5, 2.5, 4. ])
     """
-    sums = np.cumsum(np.append(0.0, values.astype(np.float64)))
-    means: np.ndarray = (sums[window:] - sums[:-window]) / window
+    windows = np.lib.stride_tricks.sliding_window_view(values.astype(np.float64), window)
+    means: np.ndarray = windows.mean(-1)  # not from running sums, which lose everything after a spike
     return means
 
 
