@@ -52,12 +52,13 @@ class KronOracle:
     def _step(self, p: Tensor, s: dict, grad: Tensor) -> None:
         b1, b2 = self.betas
         G = grad.reshape(s["M"].shape)
-        if self.guard and s["squares"] > 0:
+        if self.guard and s["squares"] > 0 and bool(G.any()):
             recent = math.sqrt(s["squares"] / (1 - b2**self.t))
             G = G * min(1.0, 5 * recent / float(G.norm()))
-        s["squares"] = b2 * s["squares"] + (1 - b2) * float(G.square().sum())
+        if bool(G.any()):  # a gradient of zero says nothing about the size of others
+            s["squares"] = b2 * s["squares"] + (1 - b2) * float(G.square().sum())
         if s["last"] is not None:
-            self._learn(s, G)
+            self._learn(s, G, moved=s["moved"] > 0)
         window = max(1 / (1 - b2), self.averaging * (self.t + 1))
         doubled = math.floor(math.log2(window * (1 - b2) + 1e-6)) if window * (1 - b2) > 1 else 0
         pace = 2 ** ((doubled + 1) // 2)
@@ -102,7 +103,7 @@ class KronOracle:
     def _refreshed(self, A: Tensor, P: Tensor) -> Tensor:
         return torch.linalg.qr((A / A.diagonal().mean()) @ P + 1e-5 * P).Q
 
-    def _learn(self, s: dict, G: Tensor) -> None:
+    def _learn(self, s: dict, G: Tensor, moved: bool) -> None:
         c, w = (torch.tensor(s[x], dtype=G.dtype, requires_grad=True) for x in "cw")
         with torch.enable_grad():
             slopes = torch.autograd.grad((G * s["last"](c, w)).sum(), (c, w))
@@ -110,17 +111,19 @@ class KronOracle:
         dc, dw = (float(slope) / scale if scale else 0.0 for slope in slopes)
         if self.gains:
             faster = 10 if s["highest"] < math.log(3e-3 / self.peak) else 1
-            s["c"] -= faster * self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
+            if moved:
+                s["c"] -= faster * self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
             for each in ("c", "highest"):
                 s[each] = max(min(s[each], 0.0), s[each] - self.rise)
             fall = math.inf
             if self.anneal:
                 constant = max(self.t - self.scheduled, 0)
-                fall = max(math.log(1 + constant / self.anneal) - math.log(self.peak / self.lr), 0.0)
+                below = math.log(self.peak / self.lr) if self.lr else math.inf
+                fall = max(math.log(1 + constant / self.anneal) - below, 0.0)
             s["c"] = min(s["c"], math.log(max(0.03, self.peak) / self.peak) - (fall if self.anneal else 0.0))
             s["highest"] = max(s["highest"], s["c"])
             s["c"] = max(s["c"], s["highest"] - fall)
-        if self.gate:
+        if self.gate and moved:
             s["w"] = min(max(s["w"] - self.gate_lr * self._adam(s["w_adam"], dw, 0.999), 0.0), 1.0)
 
     def _adam(self, moments: list[float], slope: float, beta2: float) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lodo import feed
 from lodo._notice import notice
@@ -190,6 +191,16 @@ def name_of(options: Options, index: int, j: int) -> str:
     return f"parameter{name} {j} of group {index}, shape {tuple(options['params'][j].shape)},"
 
 
+def check_resolved(options: Options, index: int, j: int) -> None:
+    """Raise an error for a view that changes the signs of another tensor's numbers, to which nothing can be written."""
+    p = options["params"][j]
+    if not is_lazy(p) and (p.is_conj() or p.is_neg()):
+        raise ValueError(
+            f"{name_of(options, index, j)} is a view of conjugate or negative numbers; make it a tensor of its own by "
+            "resolve_conj() or clone()"
+        )
+
+
 def check_params(options: Options, index: int) -> None:
     """Raise an error that names the parameter unless all can be in one group."""
     params = options["params"]
@@ -197,6 +208,7 @@ def check_params(options: Options, index: int) -> None:
         name = name_of(options, index, j)
         if not (p.is_floating_point() or p.is_complex()):
             raise TypeError(f"LODO trains floating-point and complex tensors, but {name} is {p.dtype}")
+        check_resolved(options, index, j)
         if p.device != params[0].device:
             raise ValueError(
                 f"the parameters of a group must be on one device, but {name} is on {str(p.device)!r} and the first "

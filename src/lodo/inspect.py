@@ -11,9 +11,10 @@
 | ``hypergradient_norm`` | of the first update of theta after the first call, the fifth and so on; absent before that |
 | ``gate_weight``, ``trust`` | of the learned momentum gate and of the guard, where they are on |
 
-The stretches are power iterations, for G and for c - G with c the largest stretch. Their vectors are kept from call to
-call, so they follow G as it changes; the first call iterates until they have converged. The estimate of the largest
-stretch is a lower bound, that of the smallest an upper bound.
+The stretches are the extreme ones in a Krylov space, which begins with the vectors that were stretched most and least
+the last time, so they follow G as it changes. The first call goes on until they have converged; calls 3, 5, 9, 17, 33,
+65 and then every 32nd take four products with G. The estimate of the largest stretch is a lower bound, that of the
+smallest an upper bound.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ class Inspectable(Grouped):
         """Numbers to log, by name, of every group that has parameters on this rank.
 
         Watching begins with the first call: `lodo.inspect` explains what each number means and costs. A call every ten
-        steps is meant to be cheap, so the stretches of G are refined by one product with G every eighth call.
+        steps is meant to be cheap, so the stretches of G are refined in few of the calls.
 
         Args:
-            power_iterations: refine both stretches by so many products with G each, now.
+            power_iterations: refine the stretches by so many products with G, now; 50 are enough for most.
 
         Example:
             >>> from lodo import LODO

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, overload
 
@@ -52,12 +53,15 @@ from lodo.kron_state import (
     warn_of_width,
     with_plain_rate,
 )
-from lodo.kron_step import advance, read, step_at_once, usable
+from lodo.kron_step import Reading, advance, read, step_at_once, usable
 from lodo.layout import real
 from lodo.ownership import Division, owned_here, replicated
 from lodo.refusal import SKIP, WORTH_A_WARNING, check_dense, look_back
 from lodo.scalars import plain
 from lodo.stacks import Bundle, bundled, unstacked
+from lodo.stacks import state_dtype as dtype_of_state
+
+COUNTS: Options = {"steps": 0, "peak_lr": 0.0, "scheduled": 0, "refused": 0}  # of every group
 
 
 class KronLODO(Optimizer):
@@ -189,10 +193,6 @@ class KronLODO(Optimizer):
             "refresh_every": refresh_every,
             "guard": guard,
             "state_dtype": spelled_dtype(state_dtype),
-            "steps": 0,
-            "peak_lr": 0.0,
-            "scheduled": 0,
-            "refused": 0,
         }
         check_options(defaults)
         super().__init__(params, with_plain_rate(defaults))
@@ -217,18 +217,28 @@ class KronLODO(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with ExitStack() as exactly:
+            for kind in {p.device.type for options in self.param_groups for p in options["params"]}:
+                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                    exactly.enter_context(torch.autocast(kind, enabled=False))
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         refused, self._refused = self._refused, None
         if refused is not None:
             look_back(refused, self.nonfinite)
+        if len(self._stacked) != len(self.param_groups):  # somebody has assigned others
+            self._forget_stacks()
         division = self._divided()
         readings = []
         for index, options in enumerate(self.param_groups):
-            readings += [(index, bundle, read(options, bundle)) for bundle in self._bundles(index, options)]
+            readings += [(index, bundle, self._read(index, bundle)) for bundle in self._bundles(index, options)]
         division.ready(self.param_groups, self.state, self.backend)
         ok = division.agree(usable([*(reading.sums[0] for *_, reading in readings), *division.squares()]))
         if ok is False:
             self._refuse()
-            return loss
+            return
         self._refused_in_a_row = 0
         rises = [follow_rate(options) for options in self.param_groups]
         for index, bundle, reading in readings:
@@ -242,7 +252,14 @@ class KronLODO(Optimizer):
                 if self._refused is not None:
                     options["refused"] = options["refused"] + self._refused
         self._check_sync(division)
-        return loss
+
+    def _read(self, index: int, bundle: Bundle) -> Reading:
+        """What the gradients of a bundle say; an error names the parameter."""
+        try:
+            return read(self.param_groups[index], bundle)
+        except RuntimeError:
+            check_dense(self.param_groups[index], index)
+            raise
 
     def _divided(self) -> Division:
         """What is divided between ranks."""
@@ -263,18 +280,20 @@ class KronLODO(Optimizer):
         check_rate(options, index)
         elsewhere = self._divided().items
         active = [p for p in options["params"] if p.grad is not None and p.numel() and p not in elsewhere]
-        ids = list(map(id, active))
+        ids = [id(x) for p in active for x in (p, self.state.get(p))]
         bundles = self._stacked[index]
         if ids == self._active[index] and all(bundle.holds() for bundle in bundles):
             return bundles
         check_dense(options, index)
         for p in active:
-            if not self.state[p]:
+            if not self.state.get(p):
                 self.state[p] = fresh_state(p, options)
+            elif self.state[p]["step"].dtype != dtype_of_state(p):  # the model has been cast
+                self.state[p] = restored(p, options, self.state[p])
         for p in {*options["params"]} - {*active, *elsewhere}:
             if p in self.state:
                 self.state[p] = unstacked(self.state[p])
-        self._active[index] = ids
+        self._active[index] = [id(x) for p in active for x in (p, self.state[p])]
         self._stacked[index] = bundled(active, [self.state[p] for p in active], self.backend)
         return self._stacked[index]
 
@@ -322,7 +341,7 @@ class KronLODO(Optimizer):
             param_group["state_dtype"] = spelled_dtype(param_group["state_dtype"])
         check_options({**self.defaults, **param_group})
         index = len(self.param_groups)
-        super().add_param_group(with_plain_rate(param_group))
+        super().add_param_group({**with_plain_rate(param_group), **COUNTS})
         try:
             check_params(self.param_groups[index], index)
             for p in self.param_groups[index]["params"]:

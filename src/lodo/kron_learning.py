@@ -63,10 +63,10 @@ def learn_from_last_step(options: Options, numbers: dict[str, Any], sums: Any, r
 
 
 def learn(options: Options, numbers: dict[str, Any], alignment: Any, gate_slope: Any, rise: Scalar, ok: Flag) -> None:
-    """Update c and w, where there was a last step."""
+    """Update c and w, where there was a last step that moved something."""
     t = numbers["step"]
     xp = library(t)
-    learning = (t > 0) & ok
+    learning = (t > 0) & ok & (numbers["length"] > 0)
     if "gain" in numbers:
         behind = numbers["gain_highest"] < logarithm(over(FIRST, options["peak_lr"]))
         rate = options["meta_lr"] * xp.where(behind, CATCHING_UP, xp.ones_like(t))

@@ -17,7 +17,7 @@ from torch.optim.optimizer import StateDict
 from lodo._checks import check_betas, check_bool, check_choice, check_int, check_real
 from lodo.distributed import local, whole
 from lodo.estimate import readable
-from lodo.group import Options, name_of
+from lodo.group import Options, check_resolved, name_of
 from lodo.layout import real
 from lodo.meta import BETA1
 from lodo.recipes import check_lr
@@ -308,6 +308,7 @@ def check_params(options: Options, index: int) -> None:
             raise TypeError(
                 f"KronLODO trains floating-point and complex tensors, but {name_of(options, index, j)} is {p.dtype}"
             )
+        check_resolved(options, index, j)
 
 
 def made(options: Options) -> list[Parameter]:
@@ -340,3 +341,5 @@ def check_rate(options: Options, index: int) -> None:
     lr = options["lr"]
     if not isinstance(lr, Tensor):
         check_real(f"lr of group {index}", lr, low=0.0)
+    elif lr.device.type == "cpu":
+        check_real(f"lr of group {index}", lr.item(), low=0.0)

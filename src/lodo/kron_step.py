@@ -287,7 +287,9 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
     for name, newest in zip(("mean_decay", "square_decay"), newest_shares(options, ours["step"]), strict=True):
         ours[name] *= 1 - newest * counts
     if "norm_sq" in numbers:
-        numbers["norm_sq"].lerp_(reading.sums[0], share(options["betas"][1], ok, reading.sums))
+        squares = reading.sums[0]
+        seen = (squares > 0).to(squares.dtype)  # a gradient of zero says nothing about the size of others
+        numbers["norm_sq"].lerp_(squares, seen * share(options["betas"][1], ok, squares))
     if isinstance(ok, Tensor):
         numbers["skipped"].add_(torch.logical_not(ok))
     rates = -options["lr"] * counts * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
@@ -368,7 +370,7 @@ def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> N
 
 
 def next_steps(options: Options, bundle: Bundle, part: Part, turned: Turned, rates: Tensor, ok: Flag) -> None:
-    """X becomes ``rate S``, after it has entered the averages M and V; notes |S|."""
+    """X becomes ``rate S``, after it has entered the averages M and V; notes |S|, or 0 if lr is 0 and nothing moves."""
     b2 = options["betas"][1]
     squares = torch.zeros_like(rates)[None]
     if part.fused is not None and not isinstance(ok, Tensor):  # beside parameters on a device, it must be masked
@@ -384,7 +386,7 @@ def next_steps(options: Options, bundle: Bundle, part: Part, turned: Turned, rat
             torch.mul(S, rates[stack.rows].reshape(-1, 1, 1), out=X)
     if "length" in bundle.numbers:
         length = bundle.numbers["length"][part.rows]
-        length.copy_(kept(ok, squares[0, part.rows].sqrt(), length))
+        length.copy_(kept(ok, squares[0, part.rows].sqrt() * (options["lr"] > 0), length))
 
 
 def move(part: Part, steps: Sequence[Tensor], decay: float | Tensor) -> None:

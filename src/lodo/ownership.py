@@ -96,7 +96,7 @@ class Circle:
             grad = local_gradient(item.p)
             assert grad is not None
             item.grad = grad
-        ids = [id(item) for item in active]
+        ids = [id(x) for item in active for x in (item, states.get(item.p))]
         if ids == self.active and all(bundle.holds() for each in self.rounds for _, bundle in each.bundles):
             return
         for item in active:
@@ -106,7 +106,7 @@ class Circle:
         for item in active:
             rounds[item.entry.round].append(item)
         self.rounds = [Round(items, states, backend) for items in rounds.values()]
-        self.active = ids
+        self.active = [id(x) for item in active for x in (item, states[item.p])]
 
     def squares(self) -> list[Tensor]:
         """Bounds on the squares of the gradients' norms, as far as this rank can see."""

@@ -72,7 +72,8 @@ class Stack:
         self.shape = matrix_shape(params[0])
         self.dtype = state_dtype(params[0])
         self.numbers = {name: vector[rows] for name, vector in numbers.items()}
-        tensors = {name: _stacked(name, states) for name in states[0] if states[0][name].dim() and name not in flat}
+        matrices = [name for name, x in _tensors(states[0]).items() if x.dim() and name not in flat]
+        tensors = {name: _stacked(name, states) for name in matrices}
         tensors |= {name: x.view(len(params), *self.shape) for name, x in flat.items()}
         self.A, self.B = tensors.get("left_covariance"), tensors.get("right_covariance")
         self.P, self.Q = tensors.get("left_basis"), tensors.get("right_basis")
@@ -122,7 +123,7 @@ class Part:
         self.params = list(params[rows])
         self._real = are_real(self.params)
         sizes = [real(p).numel() for p in self.params]
-        tensors = {name: _flattened(name, states[rows], sizes) for name in flat}
+        self.flat = tensors = {name: _flattened(name, states[rows], sizes) for name in flat}
         self.lengths = [sum(sizes[run.start - rows.start : run.stop - rows.start]) for run in runs]
         pieces = {name: torch.split_with_sizes(x, self.lengths) for name, x in tensors.items()}
         self.stacks = [
@@ -163,19 +164,32 @@ class Bundle:
 
     def __init__(self, params: Sequence[Parameter], states: Sequence[State], backend: str) -> None:
         fused = backend != "reference" and params[0].device.type == "cpu" and has_numba()
-        self.numbers = {name: _stacked(name, states) for name in states[0] if not states[0][name].dim()}
+        self.numbers = {name: _stacked(name, states) for name, x in _tensors(states[0]).items() if not x.dim()}
         self.parts = [Part(params, states, flat, runs, self.numbers, fused) for flat, runs in _parts(params, states)]
         sizes = [real(p).numel() for p in params]
         first = self.numbers["step"]
         self.numbers["size"] = torch.tensor(sizes, dtype=first.dtype, device=first.device)  # a constant, in no state
         self.arrays = {name: x.numpy() for name, x in self.numbers.items()} if fused else {}
+        self._params, self._dtypes = list(params), [p.dtype for p in params]
         self._states = list(states)
         self._seen = [x for state in states for x in state.values()]
+        own = [*self.numbers.values(), *(x for part in self.parts for x in part.flat.values())]
+        self._own = own if fused else []  # of which there are arrays
+        self._places = [x.data_ptr() for x in self._own]
 
     def holds(self) -> bool:
-        """Whether the states are still the ones that were stacked: a loaded state brings tensors of its own."""
+        """Whether the states are still the ones that were stacked, and where they were.
+
+        A loaded state brings tensors of its own; sending a state to another process moves it into shared memory, where
+        arrays would not follow; and a model may have been cast.
+        """
         found = [x for state in self._states for x in state.values()]
-        return len(found) == len(self._seen) and all(map(is_, found, self._seen))
+        return (
+            len(found) == len(self._seen)
+            and all(map(is_, found, self._seen))
+            and [x.data_ptr() for x in self._own] == self._places
+            and [p.dtype for p in self._params] == self._dtypes
+        )
 
 
 def bundled(params: Sequence[Parameter], states: Sequence[State], backend: str) -> list[Bundle]:
@@ -197,7 +211,13 @@ def unstacked(state: State) -> State:
     >>> unstacked({"exp_avg": whole[0]})["exp_avg"].untyped_storage().nbytes()
     12
     """
-    return {name: x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for name, x in state.items()}
+    views = {name: x for name, x in _tensors(state).items() if x.untyped_storage().nbytes() != x.nbytes}
+    return {**state, **{name: x.clone() for name, x in views.items()}}
+
+
+def _tensors(state: State) -> State:
+    """A state without what others may have put beside it."""
+    return {name: x for name, x in state.items() if isinstance(x, Tensor)}
 
 
 def _kind(p: Parameter, state: State) -> tuple[Any, ...]:
@@ -212,7 +232,7 @@ def _runs(params: Sequence[Parameter], states: Sequence[State]) -> list[slice]:
     for i, (p, state) in enumerate(zip(params, states, strict=True)):
         own = _kind(p, state)
         full = bool(runs) and (i + 1 - runs[-1].start) * p.numel() > LARGEST
-        odd = _has_products(state) and any(x.numel() % ALIGNED for x in state.values() if x.dim())
+        odd = _has_products(state) and any(x.numel() % ALIGNED for x in _tensors(state).values() if x.dim())
         if own != kind or full or odd:
             runs.append(slice(i, i + 1))
         else:

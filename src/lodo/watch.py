@@ -1,4 +1,4 @@
-"""What `lodo.inspect` keeps from call to call: counts of descents and power iterations for the stretches of G."""
+"""What `lodo.inspect` keeps from call to call: counts of descents, and the stretches of G."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from torch import Tensor
 
 from lodo.scalars import Scalar
 
-FIRST = 200  # power iterations of the first call, for each stretch, at most
-CONVERGED = 1e-3  # the relative change of a stretch below which its iterations end
-CYCLE = 16  # calls in which each stretch is refined once
+FIRST = 200  # products with G in the first call, at most
+CONVERGED = 1e-3  # the relative change of the stretches below which they end
+SPACE = 8  # products after which the space in which stretches are looked for begins anew
+LATER, CYCLE = 4, 32  # products in one of so many later calls
+ROUNDING = 1e-5  # of a vector: what is left of it may be rounding errors
 UPDATES = 4  # calls in which one update of theta is measured
 
 
 class Watch:
-    """What is kept from call to call and never saved: counts of descents, vectors of the power iterations.
+    """What is kept from call to call and never saved: counts of descents, a vector for the stretches.
 
     >>> g = torch.tensor([1.0, 2.0])
     >>> watch = Watch(g, g, steps=1)
@@ -29,7 +31,7 @@ class Watch:
         self._steps = self._calls = 0
         self._descents: Scalar = 0
         rng = torch.Generator().manual_seed(0)
-        self._top, self._bottom = (torch.randn(g.shape, generator=rng).to(g) for _ in range(2))
+        self._v = torch.randn(g.shape, generator=rng).to(g)
         self.largest = self.smallest = 0.0
         if steps:
             self.note(g, s)  # the step that was just taken
@@ -51,40 +53,55 @@ class Watch:
         return self._calls % UPDATES == 1
 
     def look(self, G: Callable[[Tensor], Tensor], iterations: int | None) -> None:
-        """Refine the stretches by so many iterations; None refines until they converge, later one in some of the calls.
+        """Refine the stretches by so many products with G; None: until they converge, and later by a few now and then.
 
         >>> watch = Watch(torch.zeros(2), torch.zeros(2), steps=0)
         >>> watch.look(lambda v: torch.tensor([3.0, 0.5]) * v, None)
         >>> round(watch.largest, 2), round(watch.smallest, 2)
         (3.0, 0.5)
         """
-        top, bottom = self._planned() if iterations is None else (iterations, iterations)
+        left = self._planned() if iterations is None else iterations
         converge = iterations is None and self._calls == 0
         self._calls += 1
-        for _ in range(top):
-            before = self.largest
-            self._top, self.largest = _iterate(self._top, G(self._top), 0.0)
-            if converge and abs(self.largest - before) <= CONVERGED * self.largest:
+        while left > 0:
+            before = self.largest, self.smallest
+            products = max(2, min(SPACE, left))  # a space of one vector would stay as it is
+            self._v, self.largest, self.smallest = extremes(G, self._v, products)
+            left -= products
+            changes = [abs(new - old) for new, old in zip((self.largest, self.smallest), before, strict=True)]
+            if converge and max(changes) <= CONVERGED * self.largest:
                 break
-        for _ in range(bottom):
-            before = self.smallest
-            self._bottom, self.smallest = _iterate(self._bottom, G(self._bottom), self.largest)
-            if converge and abs(self.smallest - before) <= CONVERGED * self.largest:
-                break
-        self.largest = max(self.largest, self.smallest)  # both were seen
 
-    def _planned(self) -> tuple[int, int]:
-        """The iterations of this call for the largest and for the smallest stretch."""
+    def _planned(self) -> int:
+        """The products with G of this call: many in the first, then a few, more often as long as G is young."""
         if self._calls == 0:
-            return FIRST, FIRST
-        turn = self._calls % CYCLE
-        if turn == 0:
-            return 1, 0
-        return (0, 1) if turn == CYCLE // 2 else (0, 0)
+            return FIRST
+        young = self._calls in (2, 4, 8, 16)
+        return LATER if young or self._calls % CYCLE == 0 else 0
 
 
-def _iterate(v: Tensor, Gv: Tensor, shift: float) -> tuple[Tensor, float]:
-    """The next vector, of (G - shift) v, and how much G stretched this one."""
-    new = Gv - shift * v
-    norm = float(new.norm())
-    return (new / norm if norm > 0 else v), float(Gv.norm() / v.norm())
+def extremes(G: Callable[[Tensor], Tensor], v: Tensor, size: int) -> tuple[Tensor, float, float]:
+    """The vectors that G stretches most and least among all sums of v, G v, G G v and so on; and how much.
+
+    Args:
+        G: a linear function.
+        v: a vector.
+        size: the number of products with G, and the dimension of the space.
+
+    Returns:
+        The sum of the two vectors, from which to go on; the most and the least.
+    """
+    basis, images = [v / v.norm()], []
+    while True:
+        images.append(G(basis[-1]))
+        new = images[-1]
+        for _ in range(2):  # once is not orthogonal enough
+            for u in basis:
+                new = new - u.dot(new) * u
+        norm = new.norm()
+        if len(images) == size or not float(norm) > ROUNDING * float(images[-1].norm()):
+            break
+        basis.append(new / norm)
+    U, stretches, _ = torch.linalg.svd(torch.stack(images), full_matrices=False)
+    both = (U[:, 0] + U[:, -1]) @ torch.stack(basis)
+    return both, float(stretches[0]), float(stretches[-1])

@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import warnings
+from collections import defaultdict
 from itertools import pairwise
 
 import numpy as np
@@ -96,10 +97,14 @@ def test_it_follows_its_equations(options, backend):
     for step in range(50):
         if step in (15, 30):  # as schedulers do
             opt.param_groups[0]["lr"] = oracle.lr = oracle.lr * {15: 1.5, 30: 0.3}[step]
+        elif step in (40, 43):  # and where training is paused
+            opt.param_groups[0]["lr"] = oracle.lr = 0.0 if step == 40 else 2e-3
         push(params, rng)
         if step == 20:
             for p in params[::2]:
                 p.grad *= 1000
+        if step in (10, 33, 34):  # as where a head has no part in a batch
+            params[0].grad.zero_()
         oracle.step([p.grad for p in params])
         opt.step()
         assert apart(params, oracle.params) < 1e-10
@@ -582,6 +587,163 @@ def test_nothing_is_gained_while_lr_is_zero():
     opt.step()
     assert opt.diagnostics()["group0/parameter0/gain"] == pytest.approx(1.0, abs=0.02)
     assert float((x.detach() - before).abs().max()) < 4e-3
+
+
+def test_gains_and_gates_stay_while_lr_is_zero():
+    (x,) = params = drawn([(4, 3)])
+    opt = KronLODO(params)
+    run(opt, params, 50)
+    opt.param_groups[0]["lr"] = 0.0
+    run(opt, params, 1, seed=2)  # which still learns from the last step that moved
+    before = opt.diagnostics()
+    for _ in range(200):
+        x.grad = torch.ones_like(x)
+        opt.step()
+    after = opt.diagnostics()
+    for name in ("gain", "gate"):
+        assert after[f"group0/parameter0/{name}"] == before[f"group0/parameter0/{name}"]
+
+
+@pytest.mark.parametrize("apart", [20, 50])
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_gradients_that_are_mostly_zero_are_not_taken_for_outliers(apart, backend):
+    """As of the heads of several tasks, of which a batch has one."""
+    target = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    W = Parameter(torch.zeros(8, 8))
+    opt = KronLODO([W], weight_decay=0.0, backend=backend)
+    for step in range(3000):
+        W.grad = (W.detach() - target) * (step % apart == 0)
+        opt.step()
+    assert float((W.detach() - target).square().mean()) < 0.1
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize(
+    "reset",
+    [
+        lambda opt, p: opt.state.clear(),
+        lambda opt, p: opt.state.pop(p),
+        lambda opt, p: opt.state.update({p: {}}),
+        lambda opt, p: setattr(opt, "state", defaultdict(dict)),
+    ],
+    ids=["clear", "pop", "empty", "new"],
+)
+def test_a_state_can_be_reset(reset, backend):
+    params = drawn([(4, 3), (4, 3)])
+    opt = KronLODO(params, backend=backend)
+    run(opt, params, 5)
+    reset(opt, params[0])
+    run(opt, params, 2)
+    assert int(opt.state[params[0]]["step"]) == 2
+    assert opt.state_dict()["state"].keys() == {0, 1}
+
+
+def test_a_state_may_be_moved_into_shared_memory():
+    """As happens when it is sent to another process."""
+    runs = []
+    for share in (True, False):
+        params = drawn([(4, 3), (4, 3), (5,)], dtype=torch.float32)
+        opt = KronLODO(params)
+        run(opt, params, 5)
+        if share:
+            for p in params:
+                for x in opt.state[p].values():
+                    x.share_memory_()
+        run(opt, params, 30, seed=2)
+        runs.append(params)
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("basis", ["kronecker", "orthogonal"])
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_a_step_within_autocast_is_exact(dtype, basis, backend):
+    runs = []
+    for enabled in (True, False):
+        params = drawn([(4, 3), (40, 2), (5,)], dtype=torch.float32)
+        opt = KronLODO(params, basis=basis, backend=backend)
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            run(opt, params, 25)
+            assert torch.is_autocast_enabled("cpu") == enabled
+        runs.append(params)
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+@pytest.mark.parametrize("state_dtype", [None, "bfloat16"])
+def test_a_model_may_be_cast_between_steps(before, after, state_dtype):
+    model = torch.nn.Linear(4, 3, dtype=before)
+    opt = KronLODO(model.parameters(), state_dtype=state_dtype)
+    run(opt, list(model.parameters()), 12)
+    gain = opt.diagnostics()["group0/parameter0/gain"]
+    model.to(after)
+    run(opt, list(model.parameters()), 1)
+    assert opt.diagnostics()["group0/parameter0/gain"] == pytest.approx(gain, rel=0.05)
+    for p in model.parameters():
+        assert p.dtype == opt.state[p]["step"].dtype == after
+        assert int(opt.state[p]["step"]) == 13
+    model.bias.requires_grad_(False)
+    run(opt, [model.weight], 3)
+
+
+def test_conjugate_views_are_refused_by_name():
+    z = Parameter(torch.ones(3, dtype=torch.complex64).conj())
+    for make in (KronLODO, LODO):
+        with pytest.raises(ValueError, match=r"parameter 'z' .* is a view of conjugate or negative numbers"):
+            make([("z", z)])
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1.0, math.inf])
+def test_a_bad_rate_in_a_tensor_is_refused_before_anything_changes(bad):
+    (x,) = params = drawn([(4, 3)])
+    rate = torch.tensor(1e-3)
+    opt = KronLODO(params, lr=rate)
+    run(opt, params, 2)
+    before = x.detach().clone()
+    rate.fill_(bad)
+    with pytest.raises(ValueError, match="lr of group 0 must be a finite number"):
+        run(opt, params, 1)
+    assert torch.equal(x, before)
+
+
+def test_groups_of_another_optimizer_begin_anew():
+    params = drawn([(4, 3), (5,)])
+    opt = KronLODO(params, betas=(0.9, 0.9))
+    run(opt, params, 7)
+    for other in (KronLODO(opt.param_groups), KronLODO(params, **opt.defaults)):
+        (group,) = other.param_groups
+        assert (group["steps"], group["peak_lr"], group["betas"]) == (0, 0.0, (0.9, 0.9))
+    assert opt.param_groups[0]["steps"] == 7
+
+
+def test_groups_may_be_assigned():
+    """As Lightning's callbacks for fine-tuning do."""
+    params = drawn([(4, 3), (5,)])
+    opt = KronLODO(params[:1])
+    run(opt, params[:1], 2)
+    opt.param_groups = [opt.param_groups[0], {**opt.param_groups[0], "params": params[1:], "steps": 0}]
+    run(opt, params, 2)
+    assert [int(opt.state[p]["step"]) for p in params] == [4, 2]
+
+
+def test_others_may_put_things_beside_the_state():
+    params = drawn([(4, 3), (4, 3)])
+    opt = KronLODO(params)
+    run(opt, params, 2)
+    opt.state[params[0]]["count"] = 3
+    run(opt, params, 2)
+    run(opt, params[:1], 1)
+    assert opt.state[params[0]]["count"] == 3
+
+
+def test_a_gradient_that_becomes_sparse_is_named():
+    W = Parameter(torch.ones(4, 3))
+    opt = KronLODO([("table", W)])
+    W.grad = torch.ones(4, 3)
+    opt.step()
+    W.grad = torch.ones(4, 3).to_sparse()
+    with pytest.raises(RuntimeError, match=r"sparse gradients are not supported, but parameter 'table' .* has one"):
+        opt.step()
 
 
 def test_states_of_frozen_layers_do_not_keep_stacks_alive():
