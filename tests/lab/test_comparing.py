@@ -147,6 +147,23 @@ def test_the_paths_on_rosenbrock_are_whole(tmp_path):
     assert "start" not in jittered.marked
 
 
+def test_the_lowest_of_a_loss_that_was_measured_on_the_way():
+    def task():
+        x = torch.nn.Parameter(torch.ones(1))
+        return lambda: x.sum(), [x], lambda: {"validation_loss": (x.detach() + 1.5).square()}  # which x passes by
+
+    found = compare(task, "torch.SGD(lr=0.5)", seeds=1, steps=10)
+    rows = {row.metric: row.mean for row in found.rows}
+    assert (rows["validation_loss at the end"], rows["validation_loss, lowest"]) == (6.25, 0.0)
+
+
+def test_a_task_of_ones_own_has_a_small_size():
+    experiment = Comparison("rosenbrock")
+    small, full = experiment.request(quick=True), experiment.request()
+    assert (small.evaluations, small.seeds) == (100, 1)
+    assert (full.evaluations, full.seeds) == (1000, 3)
+
+
 class Twice(torch.optim.Optimizer):
     """Evaluates every batch twice and moves in between."""
 

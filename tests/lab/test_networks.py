@@ -34,7 +34,7 @@ from lodo.lab.experiments.beyond.networks.metrics import (
     steps_to,
     trailing_means,
 )
-from lodo.lab.experiments.beyond.networks.rows import read_row
+from lodo.lab.experiments.beyond.networks.rows import OverallRow, read_row
 from lodo.lab.experiments.beyond.networks.standings import (
     SECONDS,
     STEPS,
@@ -223,7 +223,7 @@ def test_diverged_is_shown_and_counts_as_the_worst(reports):
 def test_who_never_gets_there_is_counted(reports):
     found = {(row.metric, row.optimizer, getattr(row, "task", "")): row for row in rows(reports, "AdamW")}
     never = found[STEPS, "A", "one"]
-    assert (never.mean, never.reached, never.cells[1]) == (None, 0, "0 of 2 get there")
+    assert (never.mean, never.reached, never.cells[1]) == (None, 0, "in 0 of 2 runs")
     assert found[SECONDS, "A", "two"].ratio == pytest.approx(1.0)
     overall = found[overall_metric(STEPS), "A", ""]
     assert (overall.tasks, overall.of) == (1, 2)
@@ -310,6 +310,17 @@ def test_a_rival_with_a_capital_letter_is_part_of_the_small_size(tmp_path):
     experiment = experiments.load("networks")
     experiment.add_rivals(path)
     assert "torch.RAdam" in [choice.optimizer for choice in experiment.request(quick=True).choices]
+
+
+def test_the_sentence_says_if_the_reference_is_lowest():
+    experiment = experiments.load("networks")
+
+    def sentence(mean):
+        means = {"AdamW": 1.0, "KronLODO": mean}
+        return experiment.sentence([OverallRow(x, overall_metric(TRAINING), y, None, 1, 0) for x, y in means.items()])
+
+    assert "in training AdamW itself is lowest; of the others, KronLODO is lowest with 16.300" in sentence(16.3)
+    assert "in training KronLODO is lowest with 0.900" in sentence(0.9)
 
 
 def test_a_spike_does_not_spoil_the_means_after_it():

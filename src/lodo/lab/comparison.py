@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lodo._checks import check_int
 from lodo.lab.experiments import load
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_label, digest_of, step_time, tail
-from lodo.lab.experiments.catalog import COMPARED, Entry
+from lodo.lab.experiments.catalog import COMPARED, COMPARED_QUICKLY, Entry
 from lodo.lab.experiments.paper.bowl import last
 from lodo.lab.experiments.paper.rosenbrock import trajectories
 from lodo.lab.files import check_file
@@ -47,6 +47,8 @@ def compared(ratio: float) -> str:
     >>> compared(1.295), compared(0.9), compared(7912.34)
     ('+29.5 %', '-10.0 %', '7,912 times')
     """
+    if ratio >= 1e6:
+        return f"{ratio:.1e} times"
     return f"{ratio:,.0f} times" if ratio >= 10 else f"{100 * (ratio - 1):+.1f} %"
 
 
@@ -88,7 +90,7 @@ class Comparison(Experiment):
                 "a comparison of your own",
                 task,
                 full=COMPARED,
-                quick=COMPARED,
+                quick=COMPARED_QUICKLY,
             )
         )
 
@@ -108,6 +110,8 @@ class Comparison(Experiment):
         rows = _compared_rows(LOSS, results, partial(tail, fresh=True))
         for column in tracked_columns(results):
             rows += _compared_rows(f"{column} at the end", results, partial(last, column=column))
+            if column.endswith("_loss"):
+                rows += _compared_rows(f"{column}, lowest", results, partial(_lowest, column=column))
         for name in dict.fromkeys(name for curves in results.values() for curve in curves for name in curve.final):
             rows += _compared_rows(f"{name}, measured once", results, partial(_final, name=name))
         return rows + _compared_rows(TIME, results, lambda curve: step_time([curve]))
@@ -148,6 +152,11 @@ def tracked_columns(results: Results) -> list[str]:
     """The columns that tasks measured on the way."""
     every = (name for curves in results.values() for curve in curves for name in curve.columns)
     return [name for name in dict.fromkeys(every) if name not in ("step", *COLUMNS)]
+
+
+def _lowest(curve: Curve, column: str) -> float | None:
+    values = curve.tracked(column)[1]
+    return float(values.min()) if len(values) else None
 
 
 def _final(curve: Curve, name: str) -> float | None:

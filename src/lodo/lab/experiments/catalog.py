@@ -207,6 +207,7 @@ _ENTRIES = (
     ),
 )
 COMPARED = Size(evaluations=1_000, seeds=3)  # of `lodo compare`
+COMPARED_QUICKLY = Size(evaluations=100, seeds=1)  # of `lodo run module:Name --quick`
 TRACKS = ("tuned", "untouched", "rates")  # of networks; the first is the entry without a suffix
 CATALOG: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 

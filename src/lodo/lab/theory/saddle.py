@@ -197,8 +197,8 @@ def _escapes(rng: np.random.Generator, quick: bool) -> tuple[Claim, dict[str, ob
         "The full LODO, which learns, escapes.",
         bool(np.isfinite(times["LODO"]).all()),
         f"From 0.001 away it escaped from all {len(curvatures) * seeds} saddles, in 1 / {ratio:.1f} of the steps "
-        f"of SGD at the same lr of 0.1 (median over curvatures from {curvatures[0]:g} to {curvatures[-1]:g}); its "
-        f"time goes with the curvature to the power of {power:.2f}.",
+        f"that SGD needs at the same lr of 0.1 (median over curvatures from {curvatures[0]:g} to {curvatures[-1]:g}); "
+        f"its time goes with the curvature to the power of {power:.2f}.",
         "On a saddle the loss falls without end, so that a learned G only grows. Adam's steps (lr 0.001) have a fixed "
         "length, whatever the curvature: flat saddles do not hold it.",
     )

@@ -43,8 +43,8 @@ def write_outcome(outcome: Outcome, storage: str, folder: Path, console: Console
     if outcome.finals is not None:
         notes.append(
             f"The finalists were run again, {search.schedule.steps[-1]:,} steps on the same "
-            f"{counted(outcome.finals.seeds, 'fresh seed')}; tuned is the best of them. The paper takes the mean of "
-            "the better half."
+            f"{counted(outcome.finals.seeds, 'fresh seed')}; tuned is the best of them. The last row was run with them "
+            "to compare, and is never the result. The paper takes the mean of the better half."
         )
     if outcome.worse:
         notes.append(outcome.worse)

@@ -100,7 +100,7 @@ class RatesTrack(NetworksExperiment):
             f"{len(_powers(request))} constant rates around the library's default, sqrt(10) apart, on seed 0. The loss "
             "is the mean training loss over the last 10 %.",
             "A range is the one around the best rate, with straight lines between the rates that were tried, up to the "
-            "last that did not diverge. It ends with the rates that were tried at the latest.",
+            "last that did not diverge. It never extends beyond the rates that were tried.",
         ]
 
     def _seeds(self, request: Request) -> str:

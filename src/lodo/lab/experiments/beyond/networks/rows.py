@@ -62,7 +62,7 @@ class TaskRow(Row):
         if self.mean is None and self.diverged:
             text = "diverged" if self.diverged == self.seeds else f"{self.diverged} of {self.seeds} diverged"
         elif self.mean is None:
-            text = "not measured" if self.reached is None else f"{self.reached} of {self.seeds} get there"
+            text = "not measured" if self.reached is None else f"in {self.reached} of {self.seeds} runs"
         difference = with_error(self.difference, self.difference_error, "+")
         ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
         return self.optimizer, text, difference, ratio, "" if self.rank is None else f"{self.rank:g}"

@@ -129,7 +129,8 @@ class TunedTrack(NetworksExperiment):
                 continue
             lowest = min(found, key=lambda label: found[label])
             ours = [f"{label} has {found[label]:.3f}" for label in found if label.startswith(OURS) and label != lowest]
-            parts.append(", ".join([f"{name} {lowest} is lowest with {found[lowest]:.3f}", *ours]))
+            above = f"{self.reference} itself is lowest; of the others, " if found[lowest] > 1 else ""
+            parts.append(", ".join([f"{name} {above}{lowest} is lowest with {found[lowest]:.3f}", *ours]))
         if not parts:
             return "Nothing to compare: no optimizer but the reference has finished without diverging."
         return f"Geometric means of the losses over tuned AdamW's: {'; '.join(parts)}."
@@ -157,9 +158,9 @@ class TunedTrack(NetworksExperiment):
     def _about_settings(self, request: Request) -> list[str]:
         number = grid_size(request)
         return [
-            f"Each optimizer had {2 * number} trials a task on seed 0, which reports nothing: {number} rates around "
-            "the library's default, sqrt(10) apart, each constant and with a warm-up over a twentieth of the run and a "
-            "cosine to zero. The lowest training loss over the last 10 % was chosen. Where it was at the edge of the "
+            f"Each optimizer had {2 * number} trials a task on seed 0, which is used for nothing else: {number} rates "
+            "around the library's default, sqrt(10) apart, each constant and with a warm-up over a twentieth of the run "
+            "and a cosine to zero. The lowest training loss over the last 10 % was chosen. Where it was at the edge of the "
             "rates, up to 3 more were tried.",
             *(f"{each.label} has its default setting and no schedule." for each in self.untouched(request)),
             "To compare two optimizers with each other, divide their means.",
