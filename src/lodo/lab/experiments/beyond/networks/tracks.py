@@ -159,9 +159,9 @@ class TunedTrack(NetworksExperiment):
         number = grid_size(request)
         return [
             f"Each optimizer had {2 * number} trials a task on seed 0, which is used for nothing else: {number} rates "
-            "around the library's default, sqrt(10) apart, each constant and with a warm-up over a twentieth of the run "
-            "and a cosine to zero. The lowest training loss over the last 10 % was chosen. Where it was at the edge of the "
-            "rates, up to 3 more were tried.",
+            "around the library's default, sqrt(10) apart, each constant and with a warm-up over a twentieth of the "
+            "run and a cosine to zero. The lowest training loss over the last 10 % was chosen. Where it was at the "
+            "edge of the rates, up to 3 more were tried.",
             *(f"{each.label} has its default setting and no schedule." for each in self.untouched(request)),
             "To compare two optimizers with each other, divide their means.",
         ]
