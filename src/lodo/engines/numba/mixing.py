@@ -96,7 +96,7 @@ class NumbaMixing(Engine):
             numbers = (3 * N + 2 if save_activations else 2 * N + 4) * T * k * L
             indices = N * T * k * L
         else:
-            numbers = sum(_rows(N, save_activations)) * family.hidden(layout.n)
+            numbers = (3 if save_activations else 2) * max(1, N - 1) * family.hidden(layout.n)
             indices = 0
         kept = numbers if save_activations else 0
         return Footprint(N * T * k * k * L, indices, kept, numbers - kept)
@@ -277,14 +277,8 @@ class _PermutedWork(_Work):
 
 class _ShuffledWork(_Work):
     def _make(self) -> tuple[Any, ...]:
-        activations = [self._zeros(rows, self._hidden) for rows in _rows(self._sizes[0], self._save)]
-        return (*activations, *self._spare(), self._chunks)
-
-
-def _rows(N: int, save: bool) -> tuple[int, int, int, int]:
-    """How many of a, b, c and d there is room for, with shuffles."""
-    between = max(1, N - 1)
-    return between, between, between if save else 2, 2
+        a, b, *c = (self._zeros(max(1, self._sizes[0] - 1), self._hidden) for _ in range(3 if self._save else 2))
+        return (a, b, *(c or [a]), *self._spare(), self._chunks)
 
 
 def _belonging(theta: Tensor, m: Tensor, last: Tensor | None, gate: Learned | None) -> tuple[object, ...]:

@@ -4,10 +4,10 @@ A hidden vector has its k * blocks components in natural order, component c of b
 shuffle deals them out in k runs: input c of block b is component c * blocks + b of the vector below. Going up,
 a tile therefore reads k contiguous runs and writes one, its outputs interleaved; going down it is the other way round.
 
-Activations 1 to N - 1 are rows of an array: with N - 1 rows all are kept, with 2 they take turns. Those at the bottom
-are what comes in and goes out, shorter by the padding; those at the top are computed where they are used, since there a
-tile's outputs are its inputs on the way down. Threads share the chunks of a layer as in
-`lodo.engines.numba.permuted`.
+Activations 1 to N - 1 are rows of an array. Those at the bottom are what comes in and goes out, shorter by the padding;
+those at the top are computed where they are used, since there a tile's outputs are its inputs on the way down. Going
+down, a tile writes where it would read going up: so what goes down may take the place of what went up. Threads share
+the chunks of a layer as in `lodo.engines.numba.permuted`.
 """
 
 from __future__ import annotations
@@ -151,13 +151,13 @@ def _up_and_down(theta, v, a, c, E, chunks, out):
 
 @njit(inline="always")
 def _learn(
-    theta, u, g, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights, watched, Gg
+    theta, u, g, a, b, c, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights, watched, Gg
 ):  # fmt: skip
     """Go up with g, then down from d_N = Gt g, updating each layer's theta on the way.
 
-    Unless they were kept, go up with u for a too, and down from c_N = Gt u at the same time.
-    The last d, Gg, is not computed if ``down_to`` is 0. Returns the hypergradient's sum of squares over scale^2 if
-    that is ``watched``.
+    Unless they were kept, go up with u for a too, and down from c_N = Gt u at the same time: then c is a. Each d takes
+    the place of a b. The last d, Gg, is not computed if ``down_to`` is 0. Returns the hypergradient's sum of squares
+    over scale^2 if that is ``watched``.
     """
     squares = 0.0
     N, blocks = theta.shape[0], c.shape[1] // E.shape[2]
@@ -170,7 +170,7 @@ def _learn(
                     _rise(theta[i, t], a_i, blocks, t, E[j], a_above)
     for i in range(N - 1, -1, -1):
         a_i, b_i, is_top = _row(u, a, i), _row(g, b, i), i == N - 1
-        c_i, d_i, c_below, d_below = _row(u, c, i + 1), _row(Gg, d, i + 1), _row(u, c, i), _row(Gg, d, i)
+        c_i, d_i, c_below, d_below = _row(u, c, i + 1), _row(Gg, b, i + 1), _row(u, c, i), _row(Gg, b, i)
         rms = 0.0
         if kind == SCHEDULE_FREE or watched:
             Q[:] = 0
@@ -201,8 +201,8 @@ def _learn(
 
 def apply(theta, P, v, work, out):
     """out = G v, leaving a and c as they are; P is empty."""
-    _, _, _, d, E, _, chunks = work
-    _up_and_down(theta, v, d, d, E, chunks, out)
+    _, b, _, E, _, chunks = work
+    _up_and_down(theta, v, b, b, E, chunks, out)
 
 
 def advance(
@@ -210,17 +210,16 @@ def advance(
 ):  # fmt: skip
     """As `lodo.engines.numba.permuted.advance`."""
     squares = 0.0
-    a, b, c, d, E, Q, chunks = work
+    a, b, c, E, Q, chunks = work
     u, m, g, last, led_to, out = vectors
     if learning:
         down_to = -1 if gated else 0
         squares = _learn(
-            theta, u, led_to, a, b, c, d, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights,
-            watched, out,
+            theta, u, led_to, a, b, c, E, Q, chunks, kept, scale, down_to, kind, M, V, numbers, key, weights, watched,
+            out,
         )  # fmt: skip
         if gated:
             gate = learn_gate(gate, scale, out, m, last)
     feed(u, m, g, last, beta, gated, gate)
-    way_up, way_down = (a, c) if kept else (d, d)
-    _up_and_down(theta, u, way_up, way_down, E, chunks, out)
+    _up_and_down(theta, u, a, c, E, chunks, out)
     return gate, abs(scale) * np.sqrt(squares)
