@@ -100,7 +100,8 @@ class KronLODO(Optimizer):
         max_dim: larger dimensions have no basis, nor have those that are more than 16 times the other dimension. Set it
             to the width of a model that is wider.
         refresh_every: the number of steps between refreshes of the bases. It doubles each time the number of steps over
-            which the covariances are averaged has doubled (see ``averaging``).
+            which the covariances are averaged has doubled (see ``averaging``). Steps are counted by group: parameters
+            that have gradients in turns need groups of their own.
         guard: shorten a gradient that is more than 5 times as long as those before it, tensor by tensor; and let no
             entry of X / R or M / R be larger than ``1 / sqrt(1 - betas[1])``, as may happen where gradients are rare.
         state_dtype: ``"bfloat16"`` halves M, V and the bases. M and V are rounded stochastically when they are stored;
@@ -286,10 +287,11 @@ class KronLODO(Optimizer):
             return bundles
         check_dense(options, index)
         for p in active:
-            if not self.state.get(p):
-                self.state[p] = fresh_state(p, options)
-            elif self.state[p]["step"].dtype != dtype_of_state(p):  # the model has been cast
-                self.state[p] = restored(p, options, self.state[p])
+            state = self.state.get(p) or {}
+            if "step" not in state:
+                self.state[p] = {**state, **fresh_state(p, options)}
+            elif state["step"].dtype != dtype_of_state(p):  # the model has been cast
+                self.state[p] = restored(p, options, state)
         for p in {*options["params"]} - {*active, *elsewhere}:
             if p in self.state:
                 self.state[p] = unstacked(self.state[p])

@@ -729,11 +729,12 @@ def test_groups_may_be_assigned():
 def test_others_may_put_things_beside_the_state():
     params = drawn([(4, 3), (4, 3)])
     opt = KronLODO(params)
+    opt.state[params[1]]["first"] = 2
     run(opt, params, 2)
     opt.state[params[0]]["count"] = 3
     run(opt, params, 2)
     run(opt, params[:1], 1)
-    assert opt.state[params[0]]["count"] == 3
+    assert (opt.state[params[0]]["count"], opt.state[params[1]]["first"]) == (3, 2)
 
 
 def test_a_gradient_that_becomes_sparse_is_named():
