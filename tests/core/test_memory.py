@@ -42,7 +42,8 @@ def taken(opt):
         indices = work.P
         vectors.append(work._u)
         E, Q, chunks = work._spare()[0].shape, work._spare()[1].shape, work._chunks.shape  # a few spare tiles
-        activations = [array for array in work._make() if array.shape not in (E, Q, chunks)]
+        arrays = {id(array): array for array in work._make()}  # one may stand for two
+        activations = [array for array in arrays.values() if array.shape not in (E, Q, chunks)]
     else:
         indices = net.engine.P
     return {
