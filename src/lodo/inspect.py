@@ -12,9 +12,9 @@
 | ``gate_weight``, ``trust`` | of the learned momentum gate and of the guard, where they are on |
 
 The stretches are the extreme ones in a Krylov space, which begins with the vectors that were stretched most and least
-the last time, so they follow G as it changes. The first call goes on until they have converged; calls 3, 5, 9, 17, 33,
-65 and then every 32nd take four products with G. The estimate of the largest stretch is a lower bound, that of the
-smallest an upper bound.
+the last time, so they follow G as it changes. The first call goes on until they have converged; the 3rd, 5th, 9th, 17th
+and 33rd, and from there on every 32nd, takes four products with G. The estimate of the largest stretch is a lower
+bound, that of the smallest an upper bound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command line: ``lodo run``, ``compare``, ``tune``, ``theory``, ``report`` and a few more.
 
 Importing this module imports nothing heavy: every command imports what it needs when it runs, after its arguments have
-been checked as far as names go. Help, lists and typing errors are therefore answered at once.
+been checked as far as names and numbers go. Help, lists and typing errors are therefore answered at once.
 """
 
 from __future__ import annotations
