@@ -147,7 +147,8 @@ def newest_share(options: Options, beta: float, t: Any) -> Any:
 
 def newest_shares(options: Options, t: Any) -> list[Any]:
     """Those of M and of V."""
-    return [newest_share(options, beta, t) for beta in options["betas"]]
+    shares = {beta: newest_share(options, beta, t) for beta in options["betas"]}  # often one
+    return [shares[beta] for beta in options["betas"]]
 
 
 class Turned(NamedTuple):
@@ -206,7 +207,7 @@ def turn_gradients(options: Options, part: Part) -> Turned:
     G = part.gradients()
     G = -G if options["maximize"] else G
     X = torch.empty_like(G)
-    X[: part.plain].copy_(G[: part.plain])
+    X[part.turned :].copy_(G[part.turned :])
     both = Turned(part.views(G), part.views(X), X)
     for stack, G_, X_ in zip(part.stacks, both.G, both.X, strict=True):
         if stack.has_bases:
@@ -296,19 +297,20 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
     decay = decay_rate(options)
     if isinstance(decay, Tensor):  # perhaps on another device of the group
         decay = decay.to(reading.sums.device)
-    enters, refresh = (options["steps"] % interval == 0 for interval in intervals(options))
+    interval, refresh_interval = intervals(options)
+    enters, refresh = options["steps"] % interval == 0, options["steps"] % refresh_interval == 0
+    beta = 1 - interval / covariance_steps(options)
     for part, each in zip(bundle.parts, reading.parts, strict=True):
         for stack, G, X in zip(part.stacks, each.G, each.X, strict=True):
             if stack.has_bases and enters:
-                follow_covariances(options, stack, G, X, refresh, ok)
+                follow_covariances(stack, G, X, beta, refresh, ok)
         next_steps(options, bundle, part, each, rates, ok)
         move(part, each.X, 1 - decay * counts)
 
 
-def follow_covariances(options: Options, stack: Stack, G: Tensor, X: Tensor, refresh: bool, ok: Flag) -> None:
+def follow_covariances(stack: Stack, G: Tensor, X: Tensor, beta: float, refresh: bool, ok: Flag) -> None:
     """Average the covariances; if it is time, refresh the bases and turn M and X along."""
     A, B = stack.A, stack.B
-    beta = 1 - intervals(options)[0] / covariance_steps(options)
     if A is not None:
         average_product(A, G, G.mT, beta, ok)
     if B is not None:

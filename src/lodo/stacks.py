@@ -130,7 +130,7 @@ class Part:
             Stack(params[run], states[run], {name: xs[i] for name, xs in pieces.items()}, numbers, run)
             for i, run in enumerate(runs)
         ]
-        self.plain = sum(n for n, stack in zip(self.lengths, self.stacks, strict=True) if not stack.has_bases)
+        self.turned = sum(n for n, stack in zip(self.lengths, self.stacks, strict=True) if stack.has_bases)
         self.dtype = self.stacks[0].dtype
         self.fused: Any = None
         if fused and "exp_avg_sq" in tensors:
@@ -221,8 +221,8 @@ def _tensors(state: State) -> State:
 
 
 def _kind(p: Parameter, state: State) -> tuple[Any, ...]:
-    """What parameters must have in common to be stacked; those without bases come first."""
-    return any(name.endswith("basis") for name in state), tuple(p.shape), str(p.dtype), tuple(state)
+    """What parameters must have in common to be stacked; those whose places need not be aligned come last."""
+    return not _has_products(state), _is_odd(state), tuple(p.shape), str(p.dtype), tuple(state)
 
 
 def _runs(params: Sequence[Parameter], states: Sequence[State]) -> list[slice]:
@@ -232,8 +232,7 @@ def _runs(params: Sequence[Parameter], states: Sequence[State]) -> list[slice]:
     for i, (p, state) in enumerate(zip(params, states, strict=True)):
         own = _kind(p, state)
         full = bool(runs) and (i + 1 - runs[-1].start) * p.numel() > LARGEST
-        odd = _has_products(state) and any(x.numel() % ALIGNED for x in _tensors(state).values() if x.dim())
-        if own != kind or full or odd:
+        if own != kind or full or (_has_products(state) and _is_odd(state)):
             runs.append(slice(i, i + 1))
         else:
             runs[-1] = slice(runs[-1].start, i + 1)
@@ -244,6 +243,11 @@ def _runs(params: Sequence[Parameter], states: Sequence[State]) -> list[slice]:
 def _has_products(state: State) -> bool:
     """Whether a step multiplies matrices: not for a vector, nor without bases."""
     return "exp_avg_sq" not in state or "left_basis" in state or "right_basis" in state
+
+
+def _is_odd(state: State) -> bool:
+    """Whether what follows one of its matrices is not aligned."""
+    return any(x.numel() % ALIGNED for x in _tensors(state).values() if x.dim())
 
 
 def _parts(params: Sequence[Parameter], states: Sequence[State]) -> list[tuple[tuple[str, ...], list[slice]]]:
