@@ -26,7 +26,7 @@ from lodo.lab.pipeline import run_experiment
 from lodo.lab.run import Curve, Run, load_curve
 from lodo.lab.show.curves import progress
 from lodo.lab.show.styles import styles
-from lodo.lab.show.tables import Row, markdown, measure
+from lodo.lab.show.tables import Row, markdown, measure, tables_of
 
 ROW_KEYS = {"optimizer", "metric", "mean", "std", "seeds", "diverged", "paper_mean", "paper_std"}
 
@@ -82,6 +82,14 @@ def test_a_row_averages_the_seeds_that_did_not_diverge():
     assert gone.cells[1] == "diverged"
 
 
+def test_a_column_in_which_no_row_has_anything_is_left_out():
+    own, compared = Row("Mine", "loss", 2.0, None, 3, 0), Row("Adam", "loss", 2.0, None, 3, 0, 2.5)
+    assert "| Mine | 2.00 | 3 |" in markdown("", "", [own], [])
+    assert "| Mine | 2.00 |  |  | 3 |" in markdown("", "", [own, compared], [])
+    (table,) = tables_of([own])
+    assert table == ("loss", ["optimizer", "ours", "seeds"], [("", [["Mine", "2.00", "3"]])])
+
+
 def test_what_was_not_measured_has_not_diverged():
     with_sigma = replace(curve([1.0, 2.0]), columns={**curve([1.0, 2.0]).columns, "sigma": np.array([math.nan, 0.5])})
     sigma = partial(last, column="sigma")
@@ -92,8 +100,8 @@ def test_what_was_not_measured_has_not_diverged():
 
 
 def test_markdown_has_one_table_for_each_metric():
-    rows = [Row("A", "loss", 1.0, None, 1, 0), Row("B", "loss", 2.0, None, 1, 0), Row("A", "sigma", 0.5, None, 1, 0)]
-    text = markdown("Title", "About.", rows, ["A note."])
+    a, sigma = Row("A", "loss", 1.0, None, 1, 0, 2.0), Row("A", "sigma", 0.5, None, 1, 0, 0.4)
+    text = markdown("Title", "About.", [a, Row("B", "loss", 2.0, None, 1, 0), sigma], ["A note."])
     assert text.count("| optimizer | ours | paper | difference | seeds |") == 2
     assert "| B | 2.00 |  |  | 1 |" in text
     assert text.endswith("- A note.\n")

@@ -95,8 +95,8 @@ def _write(experiment: Experiment, request: Request, results: Results, folder: P
     write_atomically(folder / "table.md", tables.markdown(experiment.title, about, rows, notes).encode())
     say = partial(console.print, markup=False, highlight=False)
     say(f"{experiment.title}: {about}")
-    for metric, group in tables.by_metric(rows):
-        console.print(tables.terminal(metric, group, console.width), soft_wrap=True)
+    for table in tables.tables_of(rows):
+        console.print(tables.terminal(table, console.width), soft_wrap=True)
     for note in notes:
         say(f"- {note}")
     say(f"\n{experiment.sentence(rows)}\n", style="bold")

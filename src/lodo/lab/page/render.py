@@ -17,8 +17,7 @@ from markupsafe import Markup
 
 from lodo import __version__
 from lodo.lab.files import write_atomically
-from lodo.lab.show import tables
-from lodo.lab.show.tables import Row
+from lodo.lab.show.tables import Row, Table, tables_of
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,9 @@ class Section:
         return not (self.rows or self.figures or self.pictures or self.words)
 
     @property
-    def tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, list[Row]]]]]:
-        """Heading, columns, and rows under their own headings."""
-        return [(metric, group[0].columns, tables.by_section(group)) for metric, group in tables.by_metric(self.rows)]
+    def tables(self) -> list[Table]:
+        """Its rows."""
+        return tables_of(self.rows)
 
 
 def html_of(text: str, folder: Path) -> Markup:

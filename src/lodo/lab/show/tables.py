@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby
 from statistics import mean, stdev
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from rich.text import Text
 
 from lodo.lab.run import Curve
-from lodo.lab.show import columns
+from lodo.lab.show.columns import lay_out
 
 Paper = tuple[float | None, float | None]  # mean and standard deviation, where the paper gives them
 Value = Callable[[Curve], float | None]  # the result of a run; None if it was not measured
@@ -102,34 +102,47 @@ def with_spread(middle: float | None, spread: float | None) -> str:
     return f"{middle:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread else "")
 
 
-def by_metric(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows in one table for each metric, in their order."""
-    return [(metric, list(group)) for metric, group in groupby(rows, key=lambda row: row.metric)]
+class Table(NamedTuple):
+    """The rows of one metric as text."""
+
+    metric: str
+    columns: list[str]
+    sections: list[tuple[str, list[list[str]]]]  # rows below their headings, which may be empty
 
 
-def by_section(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows below their headings, in their order."""
-    return [(section, list(group)) for section, group in groupby(rows, key=lambda row: row.section)]
+def tables_of(rows: Iterable[Row]) -> list[Table]:
+    """One table for each metric, in their order; a column in which no row has anything is left out."""
+    return [_table(metric, list(group)) for metric, group in groupby(rows, key=lambda row: row.metric)]
+
+
+def _table(metric: str, rows: Sequence[Row]) -> Table:
+    filled = [any(cells) for cells in zip(*(row.cells for row in rows), strict=True)]
+    return Table(
+        metric,
+        list(compress(rows[0].columns, filled)),
+        [
+            (section, [list(compress(row.cells, filled)) for row in members])
+            for section, members in groupby(rows, key=lambda row: row.section)
+        ],
+    )
 
 
 def markdown(title: str, about: str, rows: Iterable[Row], notes: Iterable[str]) -> str:
     """All tables of an experiment as a Markdown file."""
     lines = [f"# {title}", "", about, ""]
-    for metric, group in by_metric(rows):
-        columns = group[0].columns
+    for metric, columns, sections in tables_of(rows):
         lines += [f"## {metric}", "", _line(columns), _line(["---"] * len(columns))]
-        for section, members in by_section(group):
+        for section, members in sections:
             lines += [_line([f"**{section}**", *[""] * (len(columns) - 1)])] if section else []
-            lines += [_line(row.cells) for row in members]
+            lines += map(_line, members)
         lines.append("")
     lines += [f"- {note}" for note in notes]
     return "\n".join(lines) + "\n"
 
 
-def terminal(metric: str, rows: Sequence[Row], width: int) -> Text:
-    """One table for a terminal of this width."""
-    sections = [(section, [row.cells for row in members]) for section, members in by_section(rows)]
-    return columns.lay_out(metric, rows[0].columns, sections, width, strong="LODO")
+def terminal(table: Table, width: int) -> Text:
+    """A table for a terminal of this width."""
+    return lay_out(table.metric, table.columns, table.sections, width, strong="LODO")
 
 
 def _line(cells: Iterable[str]) -> str:
