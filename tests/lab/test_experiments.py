@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -14,11 +15,12 @@ from functools import partial
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from lodo.lab import experiments
+from lodo.lab import experiments, pipeline
 from lodo.lab.cli import app
-from lodo.lab.experiments.base import tail
+from lodo.lab.experiments.base import Cell, tail
 from lodo.lab.experiments.paper.bowl import AT_100K, COUNTED, LOSS, last, tracking_error
 from lodo.lab.experiments.paper.rosenbrock import late
 from lodo.lab.optimizers import Choice, parse
@@ -107,6 +109,16 @@ def test_markdown_has_one_table_for_each_metric():
     assert text.endswith("- A note.\n")
 
 
+def test_a_log_file_says_now_and_then_how_far_runs_are(monkeypatch):
+    monkeypatch.setattr(pipeline, "_LOG_EVERY", 0.0)
+    runs = [Run("bowl", "adam", seed, 10) for seed in range(2)]
+    log = io.StringIO()
+    with pipeline._progress_bars({Cell("Adam"): runs}, Console(file=log, width=80)) as on_progress:
+        on_progress(runs[0], 1.0)
+        on_progress(runs[1], 0.5)
+    assert [line[:17] for line in log.getvalue().splitlines()[:2]] == ["1/2 runs finished"] * 2
+
+
 def test_every_optimizer_of_the_paper_has_a_style_of_its_own():
     labels = [
         choice.label
@@ -139,7 +151,7 @@ def test_an_experiment_that_is_not_there_is_named():
 def test_figures_are_described_without_matplotlib():
     code = """
         import sys
-        from lodo.lab import experiments
+        from lodo.lab import experiments, pipeline
         for name in experiments.CATALOG:
             experiments.load(name)
         assert "matplotlib" not in sys.modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,9 +19,12 @@ from rich.table import Column
 from lodo._checks import check_int
 from lodo.lab.executor import OnProgress, check_scheduler, load_finished, sweep
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results, environments, step_time
+from lodo.lab.experiments.catalog import duration
 from lodo.lab.files import check_folder, write_atomically
 from lodo.lab.run import Curve, Run
 from lodo.lab.show import tables
+
+_LOG_EVERY = 60.0  # seconds between lines where there are no progress bars, since output goes to a file
 
 
 def run_experiment(
@@ -117,7 +121,7 @@ def _timings(results: Results) -> dict[str, float]:
 
 @contextmanager
 def _progress_bars(plan: Plan, console: Console) -> Iterator[OnProgress]:
-    """A bar for every optimizer and one for all together, with the time left."""
+    """A bar for every optimizer and one for all together, with the time left; in a log file, a line now and then."""
     columns = (
         TextColumn(
             "{task.description}",
@@ -133,6 +137,7 @@ def _progress_bars(plan: Plan, console: Console) -> Iterator[OnProgress]:
         by_label.setdefault(cell.label, []).extend(runs)
     label_of = {run: label for label, runs in by_label.items() for run in runs}
     done = dict.fromkeys(label_of, 0.0)
+    logged = time.monotonic()
     with Progress(*columns, console=console) as progress:
         total = progress.add_task("[bold]all[/bold]", total=len(label_of), state="")
         bars = {
@@ -141,11 +146,16 @@ def _progress_bars(plan: Plan, console: Console) -> Iterator[OnProgress]:
         }
 
         def on_progress(run: Run, fraction: float) -> None:
+            nonlocal logged
             done[run] = max(fraction, done[run])
             label = label_of[run]
             for bar, runs in ((bars[label], by_label[label]), (total, list(done))):
                 fractions = [done[each] for each in runs]
                 finished = sum(fraction >= 1 for fraction in fractions)
                 progress.update(bar, completed=sum(fractions), state=f"{finished}/{len(fractions)} runs")
+            if not console.is_terminal and time.monotonic() - logged >= _LOG_EVERY:
+                logged, left = time.monotonic(), progress.tasks[total].time_remaining
+                expected = "" if left is None else f", about {duration(left)} left"
+                console.print(f"{progress.tasks[total].fields['state']} finished{expected}", highlight=False)
 
         yield on_progress
