@@ -17,7 +17,7 @@ class KronOracle:
     def __init__(
         self, params: list[Tensor], *, lr=3e-3, meta_lr=1e-2, betas=(0.95, 0.95), weight_decay=0.03, eps=1e-8,
         kronecker=True, gains=True, gate=True, gate_lr=1e-3, averaging=0.1, anneal=1500.0,
-        max_dim=1024, refresh_every=10, guard=True,
+        max_dim=1024, refresh_every=10, guard=True, fastest=0.0,
     ):  # fmt: skip
         self.params = [p.clone() for p in params]
         self.lr, self.meta_lr, self.betas, self.weight_decay, self.eps = lr, meta_lr, betas, weight_decay, eps
@@ -25,7 +25,8 @@ class KronOracle:
         self.averaging, self.anneal = averaging, anneal
         self.refresh_every, self.guard = refresh_every, guard
         self.noise = 1e-5 if kronecker else 0.0
-        self.t, self.peak, self.scheduled = 0, 0.0, 0
+        self.fastest = fastest  # the lr of another group
+        self.t, self.peak, self.scheduled, self.changed, self.before = 0, 0.0, 0, 0, 0.0
         self.states = []
         first = min(0.0, math.log(3e-3 / lr))
         for p in self.params:
@@ -44,7 +45,10 @@ class KronOracle:
     def step(self, grads: list[Tensor]) -> None:
         self.rise = math.log(max(self.lr / self.peak, 1.0)) if self.peak else 0.0
         self.peak = max(self.peak, self.lr)
-        self.scheduled += self.lr < self.peak
+        if self.lr != self.before:
+            self.changed, self.before = self.t, self.lr
+        self.scheduled += self.lr < self.peak and self.t - self.changed <= self.t / 10
+        self.full = max(self.peak, min(self.fastest, 3e-3))
         for i, grad in enumerate(grads):
             self._step(self.params[i], self.states[i], grad)
         self.t += 1
@@ -110,7 +114,7 @@ class KronOracle:
         scale = float(G.norm()) * s["moved"]
         dc, dw = (float(slope) / scale if scale else 0.0 for slope in slopes)
         if self.gains:
-            faster = 10 if s["highest"] < math.log(3e-3 / self.peak) else 1
+            faster = 10 if s["highest"] < math.log(3e-3 / self.full) else 1
             if moved:
                 s["c"] -= faster * self.meta_lr * self._adam(s["c_adam"], dc, 0.99)
             for each in ("c", "highest"):
@@ -120,7 +124,7 @@ class KronOracle:
                 constant = max(self.t - self.scheduled, 0)
                 below = math.log(self.peak / self.lr) if self.lr else math.inf
                 fall = max(math.log(1 + constant / self.anneal) - below, 0.0)
-            s["c"] = min(s["c"], math.log(max(0.03, self.peak) / self.peak) - (fall if self.anneal else 0.0))
+            s["c"] = min(s["c"], math.log(max(0.03, self.full) / self.full) - (fall if self.anneal else 0.0))
             s["highest"] = max(s["highest"], s["c"])
             s["c"] = max(s["c"], s["highest"] - fall)
         if self.gate and moved:

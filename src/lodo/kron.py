@@ -36,14 +36,16 @@ from lodo.distributed import check_sync, is_distributed, local
 from lodo.engines import check_backend
 from lodo.estimate import readable
 from lodo.group import Options, name_of
-from lodo.kron_learning import follow_rate
+from lodo.kron_learning import compare_rates, follow_rate
 from lodo.kron_state import (
     MAX_DIM,
+    STRUCTURE,
     KronMemory,
     check_options,
     check_params,
     check_rate,
     check_state,
+    check_structure,
     diagnose,
     fresh_state,
     made,
@@ -61,7 +63,15 @@ from lodo.scalars import plain
 from lodo.stacks import Bundle, bundled, unstacked
 from lodo.stacks import state_dtype as dtype_of_state
 
-COUNTS: Options = {"steps": 0, "peak_lr": 0.0, "scheduled": 0, "refused": 0}  # of every group
+COUNTS: Options = {  # of every group
+    "steps": 0,
+    "refused": 0,
+    "peak_lr": 0.0,
+    "top_lr": 0.0,
+    "last_lr": 0.0,
+    "unchanged": 0,
+    "scheduled": 0,
+}
 
 
 class KronLODO(Optimizer):
@@ -79,7 +89,8 @@ class KronLODO(Optimizer):
     Args:
         params: parameters, named parameters or parameter groups.
         lr: the length of the first steps, at most 3e-3 where gains are learned. After that the gains lengthen or
-            shorten them. Any scheduler may change it.
+            shorten them. Any scheduler may change it. If groups have different ``lr``, those below 3e-3 stay as much
+            slower than the fastest group as they were given, at first and at most.
         meta_lr: the rate at which the log-gains are learned.
         betas: the decays of M and V at the start of the run (see ``averaging``); the second is also that of the
             covariances.
@@ -120,9 +131,10 @@ class KronLODO(Optimizer):
             that names the rank that differs. None compares nothing.
 
     All but ``backend``, ``nonfinite``, ``distribute`` and ``check_sync_every`` may differ between groups. A group also
-    has ``steps``, ``refused``, ``peak_lr`` and ``scheduled``: the number of its steps, how many of these a device has
-    refused, its highest ``lr`` so far, and the number of steps in which ``lr`` was below that. If work is divided,
-    `step`, `state_dict` and `load_state_dict` have to be called on every rank.
+    keeps account: of ``steps``, and how many of these a device has ``refused``; of the highest ``lr`` so far, its own
+    (``peak_lr``) and any group's (``top_lr``); of the ``last_lr``, how many steps it has been ``unchanged``, and how
+    many steps were ``scheduled``, with an ``lr`` that had fallen and still changed. If work is divided, `step`,
+    `state_dict` and `load_state_dict` have to be called on every rank.
 
     Example:
         >>> import torch
@@ -139,6 +151,7 @@ class KronLODO(Optimizer):
 
     _active: list[list[int]]  # of each group, the parameters that had a gradient in the last step
     _stacked: list[list[Bundle]]  # and their stacks
+    _structure: list[Options]  # and what these are made for; nothing before the first step
     _refused: Tensor | None  # whether a device refused the last step; not read back yet
     _refused_in_a_row: int
     _division: Division | None = None  # of the work between ranks; made when it is needed
@@ -242,6 +255,7 @@ class KronLODO(Optimizer):
             return
         self._refused_in_a_row = 0
         rises = [follow_rate(options) for options in self.param_groups]
+        compare_rates(self.param_groups)
         for index, bundle, reading in readings:
             here = ok.to(reading.sums.device) if isinstance(ok, Tensor) else ok
             advance(self.param_groups[index], bundle, reading, rises[index], here)
@@ -279,6 +293,7 @@ class KronLODO(Optimizer):
     def _bundles(self, index: int, options: Options) -> list[Bundle]:
         """The parameters of a group that have a gradient, in stacks; those of the last step if nothing has changed."""
         check_rate(options, index)
+        check_structure(options, index, self._structure[index])
         elsewhere = self._divided().items
         active = [p for p in options["params"] if p.grad is not None and p.numel() and p not in elsewhere]
         ids = [id(x) for p in active for x in (p, self.state.get(p))]
@@ -296,6 +311,7 @@ class KronLODO(Optimizer):
             if p in self.state:
                 self.state[p] = unstacked(self.state[p])
         self._active[index] = [id(x) for p in active for x in (p, self.state[p])]
+        self._structure[index] = {name: options[name] for name in STRUCTURE} if active else {}
         self._stacked[index] = bundled(active, [self.state[p] for p in active], self.backend)
         return self._stacked[index]
 
@@ -352,13 +368,14 @@ class KronLODO(Optimizer):
             del self.param_groups[index]
             raise
         self._active.append([])
+        self._structure.append({})
         self._stacked.append([])
         warn_of_width(self.param_groups[index], index)
 
     def _forget_stacks(self) -> None:
         """Before the first step, and after states have been replaced."""
         groups = getattr(self, "param_groups", [])
-        self._active, self._stacked = [[] for _ in groups], [[] for _ in groups]
+        self._active, self._stacked, self._structure = [[] for _ in groups], [[] for _ in groups], [{} for _ in groups]
         if self._division is not None:
             self._division.forget_stacks()
         self._refused, self._refused_in_a_row = None, 0

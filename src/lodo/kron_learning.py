@@ -7,6 +7,7 @@ takes a fraction of torch's time for them. The functions here take either.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from lodo.scalars import Flag, Scalar, as_real, largest, logarithm, over, smalle
 
 CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
 GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
+MOVING = 0.1  # of all steps so far: lr is under a schedule if it has changed within them
 LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
 OUTLIER = 5.0  # how many times as long as recent gradients one may be
 WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
@@ -68,7 +70,7 @@ def learn(options: Options, numbers: dict[str, Any], alignment: Any, gate_slope:
     xp = library(t)
     learning = (t > 0) & ok & (numbers["length"] > 0)
     if "gain" in numbers:
-        behind = numbers["gain_highest"] < logarithm(over(FIRST, options["peak_lr"]))
+        behind = numbers["gain_highest"] < logarithm(over(FIRST, full_rate(options)))
         rate = options["meta_lr"] * xp.where(behind, CATCHING_UP, xp.ones_like(t))
         c = _learned(numbers, "gain", -alignment, rate, learning, GAIN_BETA2)
         fall, ceiling = bounds(options, t)
@@ -102,20 +104,52 @@ def _learned(numbers: dict[str, Any], name: str, slope: Any, rate: Any, learning
 def follow_rate(options: Options) -> Scalar:
     """Note the highest lr so far, and count the steps in which a schedule keeps lr below it.
 
+    An lr that has fallen and stands still again, as after a plateau, is no schedule: steps go on to anneal.
+
     Returns:
         By how much the logarithm of the highest lr has risen, as it does in a warm-up; infinity after an lr of 0, so
         that nothing that was gained without moving counts (see `settled`).
 
-    >>> options = {"lr": 0.0, "peak_lr": 0.0, "scheduled": 0}
+    >>> options = {"steps": 100, "scheduled": 0, "last_lr": 0.5, "unchanged": 10}
     >>> [follow_rate(options | {"lr": lr, "peak_lr": peak}) for lr, peak in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.0))]
     [0.0, 0.0, inf]
+    >>> for lr in (0.4, 0.5):
+    ...     options |= {"lr": lr, "peak_lr": 1.0, "last_lr": 0.5, "unchanged": 10}
+    ...     _ = follow_rate(options)
+    ...     print(options["unchanged"], options["scheduled"])
+    0 1
+    11 1
     """
     lr, before = options["lr"], options["peak_lr"]
     if not isinstance(lr, Tensor):
         lr = float(lr)  # a number of NumPy would end up in checkpoints
     options["peak_lr"] = peak = largest(before, lr)
-    options["scheduled"] = options["scheduled"] + where(lr < peak, 1, 0)
+    options["unchanged"] = unchanged = where(lr == options["last_lr"], options["unchanged"] + 1, 0)
+    is_scheduled = (lr < peak) & (unchanged <= MOVING * options["steps"])
+    options["scheduled"] = options["scheduled"] + where(is_scheduled, 1, 0)
+    options["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
     return logarithm(over(peak, before))
+
+
+def compare_rates(groups: Sequence[Options]) -> None:
+    """Note in every group the highest lr that any group has had; among those whose lr are on one device."""
+    highest: dict[Any, Scalar] = {}
+    for options in groups:
+        place = getattr(options["lr"], "device", None)
+        highest[place] = largest(highest.get(place, 0.0), options["peak_lr"])
+    for options in groups:
+        options["top_lr"] = highest[getattr(options["lr"], "device", None)]
+
+
+def full_rate(options: Options) -> Scalar:
+    """The lr for which `FIRST` and `LONGEST` are meant: a group's own, or that of the fastest group if it is smaller.
+
+    A group whose lr is a tenth of another's so gets a tenth of what the other may have, unless both are above `FIRST`.
+
+    >>> [full_rate({"peak_lr": lr, "top_lr": top}) for lr, top in ((1e-4, 1e-4), (1e-4, 1e-3), (1e-4, 1.0), (0.1, 1.0))]
+    [0.0001, 0.001, 0.003, 0.1]
+    """
+    return largest(options["peak_lr"], smallest(options["top_lr"], FIRST))
 
 
 def bounds(options: Options, t: Any) -> tuple[Any, Any]:
@@ -125,10 +159,11 @@ def bounds(options: Options, t: Any) -> tuple[Any, Any]:
     falls no faster than 1 / (1 + t / anneal) from its highest, where t counts steps at a constant lr: once a schedule
     takes lr down, annealing is its job, and what lr has fallen counts.
     On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
-    So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise.
+    So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise; and below a part of that in
+    a group that is slower than others (see `full_rate`).
     """
-    lr, peak = options["lr"], options["peak_lr"]
-    ceiling = logarithm(over(largest(LONGEST, peak), peak))
+    lr, peak, full = options["lr"], options["peak_lr"], full_rate(options)
+    ceiling = logarithm(over(largest(LONGEST, full), full))
     if not options["anneal"]:
         return 0 * t + math.inf, ceiling + 0 * t
     annealed = library(t).log1p((t - options["scheduled"]).clip(min=0) / options["anneal"])

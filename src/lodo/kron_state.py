@@ -27,6 +27,14 @@ from lodo.stacks import State, matrix_shape, state_dtype
 FIRST = 3e-3  # the largest lr e^c of a first step
 MAX_DIM = 1024  # the default of `max_dim`
 BASES = ("kronecker", "orthogonal", "none")
+STRUCTURE = (
+    "basis",
+    "gains",
+    "gate",
+    "max_dim",
+    "guard",
+    "state_dtype",
+)  # what a state consists of depends on these
 LOPSIDED = 16  # how many times the other dimension a dimension may be and still have a basis
 SHORT = {  # what may have 16 bits; bases, whose entries are at most 1, need precision rather than range
     "exp_avg": torch.bfloat16,
@@ -137,7 +145,7 @@ def check_state(groups: Sequence[Options], loaded: StateDict) -> None:
                 f"group {index} of the state has {len(other['params'])} parameters, ours has {len(ours['params'])}"
             )
         other = {"state_dtype": None, "guard": True, **other}  # which states saved before there were these lack
-        for name in ("basis", "gains", "gate", "max_dim", "guard", "state_dtype"):
+        for name in STRUCTURE:
             if name not in other or other[name] != ours[name]:
                 raise ValueError(f"group {index} of the state has {name} = {other.get(name)!r}, ours is {ours[name]!r}")
         for j, (p, key) in enumerate(zip(ours["params"], other["params"], strict=True)):
@@ -334,6 +342,22 @@ def warn_of_width(options: Options, index: int) -> None:
             "them bases; lodo.plan says what that costs",
             stacklevel=5,
         )
+
+
+def check_structure(options: Options, index: int, before: Options) -> None:
+    """Raise an error if somebody has changed an option that decides what the state consists of.
+
+    >>> check_structure({"gains": False}, 0, {"gains": True})
+    Traceback (most recent call last):
+    ...
+    ValueError: gains of group 0 must stay True, which its state is made for, got False; make a new optimizer for that
+    """
+    for name, value in before.items():
+        if options[name] != value:
+            raise ValueError(
+                f"{name} of group {index} must stay {value!r}, which its state is made for, got {options[name]!r}; "
+                "make a new optimizer for that"
+            )
 
 
 def check_rate(options: Options, index: int) -> None:

@@ -114,6 +114,34 @@ def test_it_follows_its_equations(options, backend):
         assert len({round(g, 6) for g in gains}) > 1
 
 
+@pytest.mark.parametrize("rates", [(3e-5, 3e-3), (1e-6, 1e-4), (1e-3, 0.1), (0.01, 0.1)], ids=str)
+def test_it_follows_its_equations_in_groups_of_other_rates(rates):
+    params = drawn([(4, 3), (3, 5)])
+    told = {"meta_lr": 0.3, "anneal": 20.0}
+    opt = KronLODO([{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)], **told)
+    oracles = [KronOracle([p.detach()], lr=lr, fastest=max(rates), **told) for p, lr in zip(params, rates, strict=True)]
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        push(params, rng)
+        for p, oracle in zip(params, oracles, strict=True):
+            oracle.step([p.grad])
+        opt.step()
+        assert apart(params, [oracle.params[0] for oracle in oracles]) < 1e-10
+
+
+def test_a_slow_group_stays_slow():
+    """As layer-wise rates want: neither are its gains made up for, nor can they be what the fast group's can."""
+    params, rates = drawn([(4, 3)] * 3), (3e-7, 3e-5, 3e-3)
+    opt = KronLODO([{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)])
+    for _ in range(800):
+        for p in params:
+            p.grad = torch.ones_like(p)  # every step wants to be longer
+        opt.step()
+    reached = [lr * float(opt.state[p]["gain"].exp()) for p, lr in zip(params, rates, strict=True)]
+    assert reached[1] == pytest.approx(0.01 * reached[2])
+    assert reached[0] == pytest.approx(1e-4 * reached[2])
+
+
 @pytest.mark.parametrize("basis", ["kronecker", "none"])
 @pytest.mark.parametrize("backend", ["numba", "reference"])
 def test_it_follows_its_equations_where_gradients_are_rare(backend, basis):
@@ -404,19 +432,22 @@ def test_the_average_reaches_back_over_a_part_of_the_run():
 
 
 def test_a_schedule_stops_the_annealing():
-    """From the first fall of lr on, c anneals no further; at a constant lr it does."""
+    """While lr falls, step by step or epoch by epoch, c anneals no further; at a constant lr it does, also a low one."""
 
-    def last_gain(fall):
+    def last_gain(fall, at=range(400)):
         x = Parameter(torch.ones(4, 3, dtype=torch.float64))
         opt = KronLODO([x], lr=3e-3, anneal=10.0, betas=(0.0, 0.95), averaging=0, gate=False)
         for t in range(400):
             x.grad = torch.ones_like(x) * (-1) ** t
-            opt.param_groups[0]["lr"] *= fall
+            opt.param_groups[0]["lr"] *= fall if t in at else 1.0
             opt.step()
         return float(opt.state[x]["gain"]) - float(opt.state[x]["gain_highest"])
 
-    assert last_gain(1.0) == pytest.approx(-math.log(1 + 399 / 10), rel=0.01)
+    annealed = -math.log(1 + 399 / 10)
+    assert last_gain(1.0) == pytest.approx(annealed, rel=0.01)
     assert last_gain(0.9999) == 0
+    assert last_gain(0.9999, at=range(5, 400, 10)) > -math.log(1 + 100 / 10)  # some early steps are not counted
+    assert last_gain(0.9, at=[100]) == pytest.approx(annealed - math.log(0.9), rel=0.02)  # a plateau
 
 
 def test_a_schedule_takes_the_place_of_the_annealing():
@@ -704,6 +735,24 @@ def test_a_bad_rate_in_a_tensor_is_refused_before_anything_changes(bad):
     with pytest.raises(ValueError, match="lr of group 0 must be a finite number"):
         run(opt, params, 1)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("name", "other"), [("gains", False), ("gate", False), ("basis", "none"), ("max_dim", 2),
+                                         ("guard", False), ("state_dtype", "bfloat16")])  # fmt: skip
+def test_what_a_state_is_made_for_cannot_be_changed_under_it(name, other):
+    params = drawn([(4, 3)])
+    opt = KronLODO(params)
+    opt.param_groups[0]["max_dim"] = 100  # before the first step everything can
+    run(opt, params, 2)
+    before, state = params[0].detach().clone(), opt.state_dict()
+    was = opt.param_groups[0][name]
+    opt.param_groups[0][name] = other
+    with pytest.raises(ValueError, match=f"{name} of group 0 must stay {was!r}, which its state is made for, got"):
+        run(opt, params, 1)
+    assert torch.equal(params[0], before)
+    opt.param_groups[0][name] = was
+    run(opt, params, 1)
+    KronLODO(drawn([(4, 3)]), max_dim=100).load_state_dict(state)
 
 
 def test_groups_of_another_optimizer_begin_anew():
