@@ -325,7 +325,7 @@ class KronLODO(Optimizer):
         if self._refused_in_a_row in WORTH_A_WARNING:
             warnings.warn(
                 f"KronLODO has skipped {self._refused_in_a_row} steps in a row, the last one because {problem}. Look "
-                "at the loss; a smaller lr or clipped gradients may help, or go back to a checkpoint",
+                "at the loss, the data and the loss scale; clipped gradients may help, or go back to a checkpoint",
                 stacklevel=5,
             )
         for bundles in self._stacked:

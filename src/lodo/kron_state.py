@@ -337,9 +337,9 @@ def warn_of_width(options: Options, index: int) -> None:
     wide = [(min(shape), size) for shape, size in matrices if min(shape) > MAX_DIM]
     if 2 * sum(size for _, size in wide) > sum(size for _, size in matrices):
         warnings.warn(
-            f"{len(wide)} of the {len(matrices)} matrices of group {index} have no bases, because both of their "
-            f"dimensions are above max_dim = {MAX_DIM}: their steps are Adam's. Pass max_dim={max(wide)[0]} to give "
-            "them bases; lodo.plan says what that costs",
+            f"{len(wide)} of {len(matrices)} matrices of group {index} have no bases: both dimensions are above "
+            f"max_dim = {MAX_DIM}, so that steps are Adam's there. Pass max_dim={max(wide)[0]} to give them bases; "
+            "lodo.plan says what that costs",
             stacklevel=5,
         )
 

@@ -235,7 +235,7 @@ class LODO(Inspectable, Resumable):
         if options["momentum"] not in MOMENTA:
             raise ValueError(
                 f"momentum of group {group.index} must be one of {', '.join(map(repr, MOMENTA))}, got "
-                f"{options['momentum']!r}; give a scheduler that has changed it cycle_momentum=False"
+                f"{options['momentum']!r}; if OneCycleLR or CyclicLR has changed it, pass cycle_momentum=False to that"
             )
         if not group.n:
             self._note_empty(group, options)

@@ -86,9 +86,10 @@ def _problem(reading: Reading) -> str:
         if not bool(torch.isfinite(view).all()):
             return f"the gradient of {name_of(options, index, j)} is not finite"
     step = plain(state["last_lr"] * state["fed_bound"])
+    after = f", after a step with lr * |u| of at most {step:.3g}" if step else ""
     return (
         f"the gradient of group {index} is too large for {network.g.vector.dtype}: "
-        f"its norm is {plain(reading.norm):.3g}, after a step with lr * |u| of at most {step:.3g}"
+        f"its norm is {plain(reading.norm):.3g}{after}"
     )
 
 

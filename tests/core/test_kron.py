@@ -432,7 +432,7 @@ def test_the_average_reaches_back_over_a_part_of_the_run():
 
 
 def test_a_schedule_stops_the_annealing():
-    """While lr falls, step by step or epoch by epoch, c anneals no further; at a constant lr it does, also a low one."""
+    """While lr falls, step by step or epoch by epoch, c anneals no further; at a constant lr it does, even if low."""
 
     def last_gain(fall, at=range(400)):
         x = Parameter(torch.ones(4, 3, dtype=torch.float64))
@@ -597,7 +597,7 @@ def test_averages_in_bfloat16_do_not_stand_still(backend):
 
 def test_a_model_that_is_too_wide_for_bases_is_pointed_out():
     wide = [Parameter(torch.empty(shape, device="meta")) for shape in ((1536, 2048), (2048, 2048), (64, 2048), (2048,))]
-    with pytest.warns(UserWarning, match=r"2 of the 3 matrices of group 0 have no bases.* Pass max_dim=2048") as caught:
+    with pytest.warns(UserWarning, match=r"2 of 3 matrices of group 0 have no bases.* Pass max_dim=2048") as caught:
         KronLODO(wide)
     assert [warning.filename for warning in caught] == [__file__]
     for options in ({"max_dim": 2048}, {"max_dim": 1000}, {"basis": "none"}):

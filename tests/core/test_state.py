@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import BACKENDS, FAMILIES, give_gradients, group_of, natural, network, parameter, same, snapshot
-from lodo import LODO, Mixing
+from lodo import LODO, KronLODO, Mixing
 from lodo.meta import Adam, ScheduleFree
 
 ROUNDED = Adam(moment_dtype="bfloat16")
@@ -172,6 +172,13 @@ def test_rounded_moments_stay_as_they_are_in_any_model():
             assert theirs[moment].dtype == torch.bfloat16
             assert torch.equal(theirs[moment], ours[moment])
             assert theirs[moment].data_ptr() != ours[moment].data_ptr()
+
+
+@pytest.mark.parametrize("make", [KronLODO, torch.optim.AdamW])
+def test_a_state_of_another_optimizer_is_refused(make):
+    x = parameter(20)
+    with pytest.raises(ValueError, match="the state must be one of LODO, got that of another optimizer"):
+        LODO([x]).load_state_dict(make([x]).state_dict())
 
 
 @pytest.mark.parametrize("name", ["paper", "gate", "schedule-free", "bfloat16", "shuffle", "robust"])

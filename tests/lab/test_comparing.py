@@ -130,6 +130,19 @@ def test_losses_below_zero_have_no_ratios():
     assert [row.cells[2] for row in lines] == ["", ""]
 
 
+def test_networks_are_compared_by_what_is_made_for_them():
+    assert [choice.optimizer for choice in Comparison("mlp").request().choices] == ["kron_lodo", "torch.AdamW"]
+    assert [choice.optimizer for choice in Comparison("bowl").request().choices] == ["lodo", "adam"]
+
+
+def test_a_lack_of_memory_is_said_in_words(monkeypatch, tmp_path):
+    monkeypatch.setattr("lodo.estimate.available", lambda device: 1_000_000)
+    words = ["compare", "wide_bowl", "--task", "n=4096", "--steps", "10", "--seeds", "1", "--optimizers", "lodo"]
+    result = CliRunner().invoke(cli.app, [*words, "--workers", "0", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert re.search("^error: .* needs .* is available on 'cpu'. KronLODO", result.output, re.MULTILINE)
+
+
 def test_the_paths_on_rosenbrock_are_whole(tmp_path):
     experiment = Comparison("rosenbrock")
 

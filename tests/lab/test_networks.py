@@ -358,6 +358,10 @@ def test_a_bad_file_is_explained(text, said, tmp_path):
         (["bowl", "--rivals", "x.toml"], "rivals must be left out"),
         (["networks", "--tasks", "mpl"], "did you mean 'mlp'?"),
         (["networks", "--tasks", "mlp, mlp"], "tasks must be named once each"),
+        (
+            ["networks", "--optimizers", "sopa"],
+            "unknown optimizer 'sopa'; did you mean 'soap'?",
+        ),
         (["networks", "--seconds", "3"], "seconds must be left out"),
         (["networks", "--hyperparameters", "x.toml"], "hyperparameters must be left out"),
         (["networks", "--optimizers", "torch.RAdam"], "lr of torch.RAdam must be given, as in 'torch.RAdam(lr=0.001)'"),

@@ -846,7 +846,7 @@ def test_unknown_names(name, hint):
         resolve(name)
     message = str(error.value)
     assert all(known in message for known in OPTIMIZERS)
-    start = f"optimizers has an unknown name, {name!r}{hint or ''}"
+    start = f"unknown optimizer {name!r}{hint or ''}"
     assert message.startswith(f"{start} optimizers must be among" if hint is not None else start)
 
 

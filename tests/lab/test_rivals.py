@@ -152,7 +152,7 @@ def test_names_of_the_extra_on_the_command_line():
     choices = parse("heavyball.psgdkron(lr=0.1), SCHEDULEFREE.AdamWScheduleFree")
     assert [choice.optimizer for choice in choices] == ["heavyball.PSGDKron", "schedulefree.AdamWScheduleFree"]
     with pytest.raises(
-        ValueError, match=r"^optimizers has an unknown name, 'heavyball.PSGDKro'; did .* of .*heavyball or schedulefree"
+        ValueError, match=r"^unknown optimizer 'heavyball.PSGDKro'; did .* of .*heavyball or schedulefree"
     ):
         resolve("heavyball.PSGDKro")
     with pytest.raises(ValueError, match=r"did you mean 'heavyball\.PSGDKron'"):

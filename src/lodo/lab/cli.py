@@ -280,8 +280,8 @@ def compare(
         str | None,
         typer.Option(
             help="The optimizers, with options: 'lodo(lr=0.1), torch.AdamW(lr=0.1)', as for `lodo run`. Each may have "
-            "a schedule, 'cosine' or 'warmup_cosine': \"torch.AdamW(lr=0.1, schedule='cosine')\". Default: lodo and "
-            "adam."
+            "a schedule, 'cosine' or 'warmup_cosine': \"torch.AdamW(lr=0.1, schedule='cosine')\". Default: "
+            "kron_lodo and torch.AdamW; for the bowls and rosenbrock, which are no networks, lodo and adam."
         ),
     ] = None,
     page: Annotated[Path, typer.Option("--page", "-o", help="The HTML page to write.")] = Path("compare.html"),

@@ -38,6 +38,8 @@ from lodo.lab.tasks.base import Problem, task_from_function
 LOSS = "loss over the last 10 %, on fresh batches"
 TIME = "median microseconds per evaluation"
 
+_FUNCTIONS = ("bowl", "wide_bowl", "rosenbrock")  # tasks that are no networks
+
 Maker = Callable[[list[Parameter]], Optimizer]
 
 
@@ -80,9 +82,8 @@ class Comparison(Experiment):
         task: its name, as `lodo.lab.tasks.find_task` takes it.
     """
 
-    optimizers = "lodo, adam"
-
     def __init__(self, task: str) -> None:
+        self.optimizers = "lodo, adam" if task in _FUNCTIONS else "kron_lodo, torch.AdamW"
         super().__init__(
             Entry(
                 f"compare-{file_name(task)}",

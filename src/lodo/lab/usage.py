@@ -39,7 +39,7 @@ def errors_in_words(kept: str) -> Iterator[None]:
     say_what_is_kept(kept)
     try:
         yield
-    except (ValueError, OSError, FloatingPointError, RunError) as error:
+    except (ValueError, OSError, FloatingPointError, MemoryError, RunError) as error:
         _print_error(str(error))
         raise typer.Exit(1) from error
 

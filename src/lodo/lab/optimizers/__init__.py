@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -190,13 +190,17 @@ def parse(text: str, named: Mapping[str, Choice] | None = None) -> list[Choice]:
     except SyntaxError as error:
         raise ValueError(f"optimizers must be names or calls such as adam, lodo(beta=0.5), got {text!r}") from error
     return [
-        replace(named[name.lower()], options=options) if name.lower() in named else Choice(resolve(name), options)
+        replace(named[name.lower()], options=options)
+        if name.lower() in named
+        else Choice(resolve(name, named), options)
         for name, options in calls
     ]
 
 
-def resolve(name: str) -> str:
+def resolve(name: str, named: Iterable[str] = ()) -> str:
     """The full name of an optimizer; upper and lower case are the same, except in your own ``module:Name``.
+
+    An error also suggests the names in ``named``.
 
     >>> resolve("Adam"), resolve("AdamW"), resolve("lion")
     ('adam', 'torch.AdamW', 'pytorch_optimizer.lion')
@@ -224,19 +228,19 @@ def resolve(name: str) -> str:
     if short in extra:
         return f"{library}.{extra[short]}"
     raise ValueError(
-        f"optimizers has an unknown name, {name!r}{_hint(library, short, extra)} optimizers must be among "
-        f"{', '.join(OPTIMIZERS)}, an optimizer of torch.optim, pytorch_optimizer, "
+        f"unknown optimizer {name!r}{_hint(library, short, extra, named)} optimizers must be among "
+        f"{', '.join(dict.fromkeys((*named, *OPTIMIZERS)))}, an optimizer of torch.optim, pytorch_optimizer, "
         f"{' or '.join(EXTRA_LIBRARIES)}, or your own as module:Name"
     )
 
 
-def _hint(library: str, short: str, extra: Mapping[str, str]) -> str:
+def _hint(library: str, short: str, extra: Mapping[str, str], named: Iterable[str]) -> str:
     """The end of a clause that suggests the closest name: of its library, or else of those that load fast, if any."""
     from lodo.lab.optimizers.libraries import pytorch_optimizer_names, torch_optimizers
 
     if library == "pytorch_optimizer":
         extra = {name: name for name in pytorch_optimizer_names()}
-    ours = {name: name for name in OPTIMIZERS}
+    ours = {name: name for name in (*named, *OPTIMIZERS)}
     torchs = {lower: f"torch.{name}" for lower, name in torch_optimizers().items()}
     fast = {**ours, **torchs} if library.startswith("torch") else {**torchs, **ours}
     known = {lower: f"{library}.{name}" for lower, name in extra.items()} or fast
