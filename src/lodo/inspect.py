@@ -40,7 +40,7 @@ class Inspectable(Grouped):
 
     @torch.no_grad()
     def precondition(self, v: Tensor, group: int = 0) -> Tensor:
-        """``G v`` for a flat vector, with ``lr`` as part of G.
+        """``lr G v`` for a flat vector.
 
         Example:
             >>> from lodo import LODO
@@ -54,7 +54,7 @@ class Inspectable(Grouped):
 
     @torch.no_grad()
     def preconditioner_matrix(self, group: int = 0) -> Tensor:
-        """G as an n x n matrix, for n up to 4096.
+        """``lr`` G as an n x n matrix, for n up to 4096.
 
         Example:
             >>> from lodo import LODO

@@ -84,7 +84,7 @@ class KronLODO(Optimizer):
         S = \frac{(1 - w) X + w \hat M}{\sqrt{\hat V} + \epsilon}, \qquad X = P^\top G Q,
 
     and every tensor learns its own log-gain :math:`c` and gate :math:`w` while it is optimized. There is nothing to
-    tune, and no schedule is needed. If you know the length of the run, a cosine on ``lr`` helps.
+    tune, and no schedule is needed. In runs of several thousand steps, a cosine on ``lr`` helps.
 
     Args:
         params: parameters, named parameters or parameter groups.

@@ -40,7 +40,7 @@ class LODO(Inspectable, Resumable):
     Each parameter group is one vector :math:`x`, moved by a learned matrix :math:`G`:
 
     .. math::
-        \theta_{t+1} &= \theta_t + \mathrm{Adam}(\nabla_{\theta_t} \ell(x_{t+1})) \\
+        \theta_{t+1} &= \theta_t - \eta\, \mathrm{Adam}[\nabla_{\theta_t} \ell(x_{t+1})] \\
         m_{t+1} &= \beta m_t + (1 - \beta) \nabla \ell(x_{t+1}) \\
         x_{t+2} &= x_{t+1} - \alpha_0 G(\theta_{t+1}) m_{t+1}
 
