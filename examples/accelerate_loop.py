@@ -1,25 +1,29 @@
-"""LODO in a custom training loop with Accelerate.
+"""KronLODO in a custom training loop with Accelerate.
 
-Run `python examples/accelerate_loop.py`; add `--resume` to continue a run. `prepare` wraps LODO like any other
-optimizer, including gradient accumulation and clipping, and `save_state` saves its state. With `accelerate launch` the
-same file trains on several processes.
+Run `python examples/accelerate_loop.py`; add `--resume` to continue a run. `prepare` wraps KronLODO like any
+other optimizer, including gradient accumulation and clipping, and `save_state` saves its state. With `accelerate
+launch` the same file trains on several processes.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lodo import LODO
+from lodo import KronLODO
 
 
-def train(epochs: int, folder: Path, resume: bool = False) -> tuple[nn.Module, float]:
+def train(
+    epochs: int, folder: Path, resume: bool = False, make: Callable[..., Optimizer] = KronLODO
+) -> tuple[nn.Module, float]:
     """Train for ``epochs`` in total and return the model and its last loss.
 
     With ``resume``, continue from the state saved in ``folder``.
@@ -28,7 +32,7 @@ def train(epochs: int, folder: Path, resume: bool = False) -> tuple[nn.Module, f
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     x = torch.randn(256, 4)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
-    opt = LODO(model.parameters(), lr=0.1, recipe="robust")
+    opt = make(model.parameters())
     schedule = torch.optim.lr_scheduler.LinearLR(opt, 0.5, total_iters=5)
     data = DataLoader(TensorDataset(x, torch.sin(x).sum(1, keepdim=True)), batch_size=64)
     model, opt, data, schedule = accelerator.prepare(model, opt, data, schedule)

@@ -1,28 +1,30 @@
-"""LODO in a LightningModule.
+"""KronLODO in a LightningModule.
 
-Run `python examples/lightning_module.py`; add `--resume` to continue a run. `configure_optimizers` returns LODO like
-any other optimizer, and Lightning's checkpoints contain its state.
+Run `python examples/lightning_module.py`; add `--resume` to continue a run. `configure_optimizers` returns KronLODO
+like any other optimizer, and Lightning's checkpoints contain its state.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lodo import LODO
+from lodo import KronLODO
 
 
 class Sines(lightning.LightningModule):
     """Learns sin(x_1) + ... + sin(x_4)."""
 
-    def __init__(self, lr: float = 0.1) -> None:
+    def __init__(self, make: Callable[..., Optimizer] = KronLODO) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.make = make
         self.net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
@@ -32,16 +34,16 @@ class Sines(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, object]:
-        opt = LODO(self.parameters(), lr=self.hparams["lr"], recipe="robust")
+        opt = self.make(self.parameters())
         return {"optimizer": opt, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(opt, 0.99)}
 
 
-def train(epochs: int, folder: Path, resume: bool = False) -> Sines:
+def train(epochs: int, folder: Path, resume: bool = False, make: Callable[..., Optimizer] = KronLODO) -> Sines:
     """Train for ``epochs`` in total; with ``resume``, continue from the last checkpoint."""
     lightning.seed_everything(0, verbose=False)
     x = torch.randn(256, 4)
     data = DataLoader(TensorDataset(x, torch.sin(x).sum(1, keepdim=True)), batch_size=128)
-    module = Sines()
+    module = Sines(make)
     trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="cpu",

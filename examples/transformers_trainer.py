@@ -1,20 +1,21 @@
-"""LODO in the Trainer of Transformers.
+"""KronLODO in the Trainer of Transformers.
 
 Run `python examples/transformers_trainer.py`; add `--resume` to continue a run. With `optimizer_cls_and_kwargs` the
-Trainer constructs LODO itself, with one group for weights with decay and one for the rest, and its checkpoints contain
-LODO's state. The model is a tiny GPT-2 that learns to count; it is trained from scratch, so nothing is downloaded.
+Trainer constructs KronLODO itself, with one group for weights with decay and one for the rest, and its checkpoints
+contain its state. The model is a tiny GPT-2 that learns to count; it is trained from scratch, so nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from lodo import LODO
+from lodo import KronLODO
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
@@ -28,7 +29,14 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def train(steps: int, folder: Path, save_every: int = 10, resume: bool = False, warmup: int = 2) -> Trainer:
+def train(
+    steps: int,
+    folder: Path,
+    save_every: int = 10,
+    resume: bool = False,
+    warmup: int = 2,
+    optimizer: tuple[Any, dict[str, Any]] = (KronLODO, {"lr": 3e-3}),
+) -> Trainer:
     """Train for ``steps`` in total; with ``resume``, continue from the last checkpoint in ``folder``."""
     set_seed(0)
     config = GPT2Config(vocab_size=10, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -37,7 +45,7 @@ def train(steps: int, folder: Path, save_every: int = 10, resume: bool = False, 
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=16,
-        learning_rate=0.3,
+        learning_rate=optimizer[1]["lr"],
         weight_decay=0.01,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=warmup,
@@ -51,7 +59,7 @@ def train(steps: int, folder: Path, save_every: int = 10, resume: bool = False, 
         GPT2LMHeadModel(config),
         arguments,
         train_dataset=Counting(),
-        optimizer_cls_and_kwargs=(LODO, {"lr": arguments.learning_rate, "recipe": "robust"}),
+        optimizer_cls_and_kwargs=optimizer,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
