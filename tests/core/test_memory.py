@@ -11,7 +11,7 @@ import torch
 from helpers import BACKENDS, network, parameter
 from lodo import LODO, Mixing, estimate, memory_estimate
 from lodo.engines.numba.mixing import NumbaMixing
-from lodo.engines.numba.pages import huge_zeros
+from lodo.engines.numba.pages import huge_zeros, passing_zeros
 from lodo.meta import Adam
 
 ROUNDED = Adam(moment_dtype="bfloat16")
@@ -192,12 +192,17 @@ def test_bad_n(value):
         memory_estimate(value)
 
 
-def test_large_arrays_are_on_huge_pages_and_private():
+def passing(shape, dtype):
+    return passing_zeros(shape, dtype, least=1)
+
+
+@pytest.mark.parametrize(("zeros", "huge"), [(huge_zeros, True), (passing, False)])
+def test_large_arrays_are_on_huge_pages_unless_they_pass_and_private(zeros, huge):
     smaps = Path("/proc/self/smaps")
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not smaps.exists() or not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("needs Linux with transparent huge pages")
-    a = huge_zeros((64 << 20,), torch.uint8).fill_(1)
+    a = zeros((64 << 20,), torch.uint8).fill_(1)
     start = a.data_ptr()
     mapping = next(
         block
@@ -205,7 +210,7 @@ def test_large_arrays_are_on_huge_pages_and_private():
         if block and int(block.split("-")[0], 16) <= start < int(block.split("-")[1].split()[0], 16)
     )
     assert " rw-p " in mapping.splitlines()[0]
-    assert int(re.search(r"AnonHugePages: +(\d+)", mapping).group(1)) > 0
+    assert (int(re.search(r"AnonHugePages: +(\d+)", mapping).group(1)) > 0) == huge
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -219,9 +224,10 @@ def test_a_forked_process_does_not_write_into_its_parents_state():
     assert int(a[0]) == 0
 
 
-@pytest.mark.parametrize("shape", [(3,), (2000, 1000), (5, 1024, 300)])
-def test_huge_zeros_is_an_ordinary_tensor(shape):
-    a = huge_zeros(shape, torch.float64)
+@pytest.mark.parametrize("zeros", [huge_zeros, passing])
+@pytest.mark.parametrize("shape", [(0,), (3,), (2000, 1000), (5, 1024, 300)])
+def test_an_array_with_pages_of_its_own_is_an_ordinary_tensor(zeros, shape):
+    a = zeros(shape, torch.float64)
     assert a.shape == shape
     assert not a.any()
     a.fill_(1)

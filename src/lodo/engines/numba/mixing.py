@@ -22,7 +22,7 @@ from lodo import meta as metas
 from lodo.engines.base import Engine, Footprint, Lesson
 from lodo.engines.numba import feeding, permuted, shuffled, storage, tiles
 from lodo.engines.numba.compiling import CACHE, Kernel, version_of
-from lodo.engines.numba.pages import huge_zeros
+from lodo.engines.numba.pages import huge_zeros, passing_zeros
 from lodo.families import Mixing, Preconditioner
 from lodo.layout import Layout
 from lodo.meta import Learned, MetaOptimizer
@@ -214,6 +214,11 @@ class _Work:
     def _zeros(self, *shape: int) -> Any:
         return huge_zeros(shape, self._dtype, least=_PAGED_FROM).numpy()
 
+    def _in_order(self, *shape: int) -> Any:
+        """An array for activations that is read and written in order."""
+        zeros = huge_zeros if self._save else passing_zeros
+        return zeros(shape, self._dtype, least=_PAGED_FROM).numpy()
+
     def fed(self, n: int) -> Any:
         """A vector for what is fed."""
         if not self._u.size:
@@ -271,13 +276,13 @@ class _PermutedWork(_Work):
     def _make(self) -> tuple[Any, ...]:
         N, T, k, L = self._sizes
         x, y = self._zeros(T, k, L), self._zeros(T, k, L)
-        Pa, Pb, c = self._zeros(N, T, k, L), self._zeros(N, T, k, L), self._zeros(N if self._save else 2, T, k, L)
+        Pa, Pb, c = self._in_order(N, T, k, L), self._in_order(N, T, k, L), self._zeros(N if self._save else 2, T, k, L)
         return (x, y, *self._spare(), self._chunks, Pa, Pb, c)
 
 
 class _ShuffledWork(_Work):
     def _make(self) -> tuple[Any, ...]:
-        a, b, *c = (self._zeros(max(1, self._sizes[0] - 1), self._hidden) for _ in range(3 if self._save else 2))
+        a, b, *c = (self._in_order(max(1, self._sizes[0] - 1), self._hidden) for _ in range(3 if self._save else 2))
         return (a, b, *(c or [a]), *self._spare(), self._chunks)
 
 
