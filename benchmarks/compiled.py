@@ -93,11 +93,11 @@ def passes(n: int, options: dict[str, Any]) -> dict[str, partial[Any]]:
     family, meta = parts(options)
     saved: bool = from_recipe(**options)["save_activations"]
     k, hidden = family.block_size, family.hidden(n)
-    B, v = torch.empty(k, k, hidden // k), torch.empty(hidden)
+    B, v = torch.empty(k, k, hidden // k), torch.empty(k, hidden // k)
     p = torch.zeros(k, hidden // k, dtype=torch.int32) if family.mixing == "random" else None
-    lesson = (torch.zeros(8, dtype=torch.float64), noise(B, meta))
+    lesson = (torch.zeros(8, 1, dtype=torch.float64), noise(B, meta))
     moments = [torch.empty_like(B, dtype=meta.stored_dtype) for _ in meta.moments]
-    outs = [] if p is None else [torch.empty(hidden), torch.empty(hidden)]
+    outs = [] if p is None else [v.clone(), v.clone()]
     up, down = partial(layers.rise, B, p, v), partial(layers.fall, B, p, [v], outs[:1])
     vectors = (v, v.clone(), v.clone(), v.clone())
     return {

@@ -52,6 +52,7 @@ REST = [(family, name) for family in FAMILIES for name in OPTIONS if (family, na
 def interpreted():
     with torch.compiler.set_stance("force_eager"):
         yield
+    graphs.graph.cache_clear()  # what has only been interpreted has to be compiled at its next call
 
 
 def optimizer(family, name, n=41, dtype=torch.float64):
@@ -162,6 +163,18 @@ def test_nothing_is_compiled_again():
     assert graphs_so_far() == compiled
 
 
+def test_each_function_is_compiled_once():
+    """Whichever layer, size or place in memory it is called for first."""
+    torch._dynamo.reset()
+    graphs.graph.cache_clear()
+    before = graphs_so_far()
+    for n, depth in ((41, 2), (9, 3), (300, 1)):
+        y = parameter(n)
+        opt = LODO([y], lr=0.1, preconditioner=Mixing(depth), backend="compiled")
+        play(opt, y, 3)
+    assert graphs_so_far() - before == 3  # up, down and learning
+
+
 def test_another_setting_is_another_graph():
     before = graphs.graph(compiled_engine.layers.rise, "cpu_float64_random_4")
     assert before is graphs.graph(compiled_engine.layers.rise, "cpu_float64_random_4")
@@ -169,15 +182,31 @@ def test_another_setting_is_another_graph():
 
 
 def test_options_for_a_device(monkeypatch):
-    """None of them for CPUs, and none that this version of torch does not have."""
+    """None of GPUs' for CPUs, and none that this version of torch does not have."""
     from torch._inductor import config
 
     rows = "max_complex_pointwise_cat_inputs"
-    assert graphs.options_for("rise", "cpu") == graphs.options_for("fall", "cpu") == graphs.OPTIONS
+    assert graphs.options_for("rise", "cpu") == graphs.options_for("fall", "cpu")
+    assert not graphs.options_for("rise", "cpu").keys() & {rows, *graphs._ON_DEVICES}
     assert rows not in graphs.options_for("fall", "cuda")
     monkeypatch.setattr(graphs, "_ROWS_ON_DEVICES", {"max_fusion_size": 7, "an_option_of_another_version": 0})
     assert graphs.options_for("rise", "cuda").items() >= {**graphs.OPTIONS, "max_fusion_size": 7}.items()
     assert all(hasattr(config, name) for name in graphs.options_for("rise", "cuda"))
+    monkeypatch.setattr(graphs, "_ON_CPUS", {"cpp.simdlen": 256, "cpp.an_option_of_another_version": 0})
+    monkeypatch.setattr(graphs, "trusted", lambda: False)
+    assert graphs.options_for("rise", "cpu") == {**graphs.OPTIONS, "cpp.simdlen": 256}
+
+
+@pytest.mark.parametrize(("capability", "asked", "expected"), [
+    ("AVX512", None, True), ("AVX2", None, False), ("AVX512", False, False),
+])  # fmt: skip
+def test_no_trials_where_torch_uses_the_widest_vectors(capability, asked, expected, monkeypatch):
+    """Unless somebody has said whether to use them."""
+    from torch._inductor import config
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    with config.patch({"cpp.vec_isa_ok": asked}):
+        assert ("cpp.vec_isa_ok" in graphs.options_for("rise", "cpu")) == expected
 
 
 def test_a_slow_first_call_says_that_it_compiles(monkeypatch, caplog):

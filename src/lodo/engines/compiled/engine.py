@@ -47,6 +47,7 @@ class CompiledEngine(Engine):
         self._kept: Kept | None = None
         self._noise: list[Tensor] | None = None  # where weights are stored, on which their random bits depend
         self._hidden = family.layers(layout).weights
+        self._shape: tuple[int, ...] = (self._hidden,)  # of the vectors between layers
         self._P: Sequence[Tensor | None] = ()
 
     @property
@@ -67,11 +68,11 @@ class CompiledEngine(Engine):
     def _padded(self, v: Tensor) -> Tensor:
         a = v.new_zeros(self._hidden)
         a[: v.numel()] = v
-        return a
+        return a.view(self._shape)
 
     def _up(self, theta: Tensor, *vectors: Tensor) -> list[list[Tensor]]:
         """The activations a_0 to a_N of each vector."""
-        rise = graph(self._rise, self._setting)
+        rise = graph(self._rise, f"{self._setting}_{len(vectors)}")
         steps = [[self._padded(v) for v in vectors]]
         for B, p in zip(theta, self._P, strict=False):
             steps.append(rise(B, p, *steps[-1]))
@@ -87,21 +88,22 @@ class CompiledEngine(Engine):
     def _lower(self, theta: Tensor, i: int, *ys: Tensor) -> list[Tensor]:
         """Each y through layer i, going down."""
         outs = () if self._P[i] is None else [torch.empty_like(y) for y in ys]
-        return graph(self._fall, self._setting)(theta[i], self._P[i], ys, outs)  # type: ignore[no-any-return]
+        fall = graph(self._fall, f"{self._setting}_{len(ys)}")
+        return fall(theta[i], self._P[i], ys, outs)  # type: ignore[no-any-return]
 
     def _turn(self, theta: Tensor, a: Tensor) -> Tensor:
         """Where going up ends and going down begins: c_N from a_N."""
         return a
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
-        rise = graph(self._rise, self._setting)
+        rise = graph(self._rise, f"{self._setting}_1")
         x = self._padded(v)
         for B, p in zip(theta, self._P, strict=False):
             (x,) = rise(B, p, x)
         x = self._turn(theta, x)
         for i in range(len(self._P) - 1, -1, -1):
             (x,) = self._lower(theta, i, x)
-        return x[: v.numel()]
+        return x.view(-1)[: v.numel()]
 
     # ------------------------------------------------------------ the step
 
@@ -128,7 +130,7 @@ class CompiledEngine(Engine):
             out.copy_(self.apply(theta, u))
             return gate
         a, c = self._fed(theta, u)
-        out.copy_(c[0][: out.numel()])
+        out.copy_(c[0].view(-1)[: out.numel()])
         owners = (theta, m, last, gate)
         self._kept = Kept(owners, _versions(owners), a, c)
         return gate
@@ -162,7 +164,7 @@ class CompiledEngine(Engine):
         Gg = self._sweep(theta, meta, lesson, a, b, c)
         if gate is None or last is None:
             return gate
-        product = Gg[: m.numel()].dot(m - last)
+        product = Gg.view(-1)[: m.numel()].dot(m - last)
         slope = float(product) if self.on_host else product
         return gate.updated(lesson.scale * slope, RATE, lesson.learning)
 
@@ -206,13 +208,13 @@ class CompiledEngine(Engine):
     # ------------------------------------------------------------ numbers
 
     def _numbers(self, meta: MetaOptimizer, lesson: Lesson) -> Tensor:
-        """The scale and the coefficients as a tensor."""
+        """The scale and the coefficients as a column."""
         coefficients = meta.masked(lesson.learning, meta.coefficients(as_real(lesson.t), lesson.meta_lr))
         numbers = (lesson.scale, *coefficients)
         device = self.layout.device
         if self.on_host:
-            return torch.tensor(numbers, dtype=precise(device), device=device)
-        return torch.stack([scalar_on(device, x).to(precise(device)) for x in numbers])
+            return torch.tensor(numbers, dtype=precise(device), device=device).view(-1, 1)
+        return torch.stack([scalar_on(device, x).to(precise(device)) for x in numbers]).view(-1, 1)
 
     def _bits(self, meta: MetaOptimizer, lesson: Lesson) -> Sequence[Sequence[Tensor]]:
         """For each layer, the key of its random bits and the places of its weights; nothing if they are not needed."""
@@ -254,8 +256,8 @@ class CompiledMixing(CompiledEngine):
         assert isinstance(family, Mixing)
         super().__init__(family, layout, P, save_activations)
         k, self._hidden = family.block_size, family.hidden(layout.n)
-        random = family.mixing == "random"
-        self._P = P.view(family.depth, -1, k).transpose(1, 2).contiguous().unbind() if random else [None] * family.depth
+        self._shape = (k, self._hidden // k)
+        self._P = [None] * family.depth if family.mixing == "shuffle" else _turned(P, k)
 
     @property
     def _setting(self) -> str:
@@ -280,10 +282,7 @@ class CompiledMixing(CompiledEngine):
         return blocks // lanes * (k * k * lanes) + blocks % lanes, offsets
 
     def _squares(self, d: Tensor, a: Tensor, c: Tensor, b: Tensor, p: Tensor | None) -> Tensor:
-        k = self.family.block_size
-        D, C = (y.view(-1, k).t() for y in (d, c))
-        Pa, Pb = (x.view(k, -1) if p is None else x[p] for x in (a, b))
-        return sum_of_squares(D, Pa, C, Pb)
+        return layers.squares(a, b, c, d, p)
 
 
 class CompiledResidual(CompiledEngine):
@@ -345,6 +344,13 @@ def _footprint(
     kept = 2 * rows * hidden if save_activations else 0
     work = (rows + 4) * hidden if save_activations else (2 * rows + 6) * hidden
     return Footprint(layers_.number * layers_.weights, family.index_count(layout), kept, work)
+
+
+def _turned(P: Tensor, k: int) -> Sequence[Tensor]:
+    """The permutations as (k, blocks), of vectors that are (k, blocks) themselves; the lowest is not."""
+    P = P.view(len(P), -1, k).transpose(1, 2).contiguous()
+    P[1:] = P[1:] % k * P.shape[-1] + P[1:] // k
+    return P.unbind()
 
 
 def _described(meta: MetaOptimizer) -> str:

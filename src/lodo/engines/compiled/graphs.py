@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._triton import has_triton_package
 
 from lodo._notice import notice
 
+_SIZE = 4099  # no other size is the same, nor a multiple: torch would take them for one
 _DEVICES = ("cuda", "xpu")  # beside the CPU: where Inductor writes Triton kernels, which need double precision
 OPTIONS: dict[str, Any] = {
     "assert_indirect_indexing": False,  # permutations have been drawn here and checked when they were loaded
@@ -20,6 +23,11 @@ OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 1000,
     "max_pointwise_cat_inputs": 0,  # rows of a product are written where they belong, not selected by masks
 }
+_ON_CPUS: dict[str, Any] = {
+    "cpp_cache_precompile_headers": False,  # compiling headers takes longer than it saves for a few functions
+    "aot_inductor.enable_line_tables": False,  # for debuggers
+}
+_WITHOUT_TRIALS: dict[str, Any] = {"cpp.vec_isa_ok": True}
 _ON_DEVICES: dict[str, Any] = {
     "realize_acc_reads_threshold": 1000,  # as realize_reads_threshold, for a value that is used once
 }
@@ -34,12 +42,29 @@ def options_for(function: str, device: str) -> dict[str, Any]:
     Going up, Inductor fuses the gather into rows that are written where they belong, but not into masked ones. Going
     down, it fuses the scatter with masked rows only. For CPUs it never writes masked rows.
     """
+
     if device == "cpu":
-        return OPTIONS
+        more = {**_ON_CPUS, **(_WITHOUT_TRIALS if trusted() else {})}
+    else:
+        more = {**_ON_DEVICES, **(_ROWS_ON_DEVICES if function == "rise" else {})}
+    return {**OPTIONS, **{name: value for name, value in more.items() if _is_option(name)}}
+
+
+def trusted() -> bool:
+    """Whether torch's own kernels use AVX-512. Then Inductor can, and need not compile programs to find it out."""
     from torch._inductor import config
 
-    more = {**_ON_DEVICES, **(_ROWS_ON_DEVICES if function == "rise" else {})}
-    return {**OPTIONS, **{name: value for name, value in more.items() if hasattr(config, name)}}
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and config.cpp.vec_isa_ok is None
+
+
+def _is_option(name: str) -> bool:
+    from torch._inductor import config
+
+    try:
+        attrgetter(name)(config)
+    except AttributeError:
+        return False
+    return True
 
 
 def missing_for(device: torch.device) -> str:
@@ -71,7 +96,10 @@ def _has_cpp_compiler() -> bool:
 
 
 class Graph:
-    """A compiled function whose tensors may have any size; a first call says so if it takes over two seconds.
+    """A compiled function; a first call says so if it takes over two seconds.
+
+    The last dimension of tensors may have any size. It is compiled with stand-ins of one size: what is compiled then
+    depends neither on the sizes that a run begins with nor on where a layer begins in memory.
 
     Torch keeps what it has compiled under a function's code and gives up after eight variants. So every setting has
     code of its own, which differs in its name.
@@ -85,17 +113,32 @@ class Graph:
         self._name = function.__name__
         options = options_for(function.__name__, setting.partition("_")[0])
         self._compiled = torch.compile(twin, fullgraph=True, dynamic=True, options=options)
-        self._called: set[tuple[object, ...]] = set()
+        self._called = False
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
-        variant = (len(arguments), *constants.values())
-        if variant in self._called:
-            return self._compiled(*arguments, **constants)
-        self._called.add(variant)
-        with notice(
-            f"lodo: torch.compile compiles {self._name} for this machine (once; the result is kept on disk) ..."
-        ):
-            return self._compiled(*arguments, **constants)
+        if not self._called:
+            with notice(
+                f"lodo: torch.compile compiles {self._name} for this machine (once; the result is kept on disk) ..."
+            ):
+                self._compiled(*stand_in(arguments), **constants)
+            self._called = True
+        return self._compiled(*arguments, **constants)
+
+
+def stand_in(x: Any) -> Any:
+    """Zeros in place of each tensor, of a size that stands for any other; a last dimension of 1 stays as it is.
+
+    >>> [one.shape for one in stand_in([torch.ones(2, 50), torch.ones(3, 1)])]
+    [torch.Size([2, 4099]), torch.Size([3, 1])]
+    """
+    if isinstance(x, (list, tuple)):
+        return type(x)(stand_in(one) for one in x)
+    if not isinstance(x, Tensor):
+        return x
+    zeros = x.new_zeros([*x.shape[:-1], 1 if x.shape[-1] == 1 else _SIZE] if x.dim() else [])
+    for dim in range(x.dim() - 1):
+        torch._dynamo.mark_static(zeros, dim)
+    return zeros
 
 
 @cache

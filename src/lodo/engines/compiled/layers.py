@@ -1,8 +1,9 @@
 """One layer of a network, up, down and learning, as plain torch operations for torch.compile.
 
 The mixing network (letters as in `lodo.families.mixing`): ``B[r, c, b]`` is entry (r, c) of block b, with the block
-index last, so that neighbouring threads read neighbouring numbers. A hidden vector has component c of block b at
-``b * k + c``; ``p[c, b]`` is where input c of block b comes from, or None for the perfect shuffle, which is a view.
+index last, so that neighbouring threads read neighbouring numbers. Hidden vectors are (k, blocks). ``p[c, b]`` is where
+input c of block b comes from, counted through the vector below; there, component c of block b is at ``[c, b]``. For the
+perfect shuffle p is None: component c of block b is number ``b * k + c``, and ``[c, b]`` is input c of block b.
 Sums over a block are written out: a product is one pass over B without a reduction.
 
 The residual network: ``w`` is a row of theta, ``p`` a permutation.
@@ -25,15 +26,17 @@ _WRITTEN_OUT = 4  # block sizes up to which each row is a sum of its own: faster
 
 def rise(B: Tensor, p: Tensor | None, *xs: Tensor) -> list[Tensor]:
     """``B P x`` of each x."""
-    return [_product(B, _inputs(x, p, len(B)), 1).reshape(-1) for x in xs]
+    if p is None:
+        return [_product(B, x, 1).reshape(x.shape) for x in xs]
+    return [_product(B, _inputs(x, p), 0) for x in xs]
 
 
 def fall(B: Tensor, p: Tensor | None, ys: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
     """``P^T B^T y`` of each y, written into ``outs`` if p scatters it."""
-    downs = [_product(B.transpose(0, 1), _outputs(y, len(B)), 0) for y in ys]
+    downs = [_product(B.transpose(0, 1), _outputs(y, p), 0) for y in ys]
     if p is None:
-        return [y.reshape(-1) for y in downs]
-    return [out.index_put_((p,), y) for out, y in zip(outs, downs, strict=True)]
+        return downs
+    return [out.view(-1).index_put_((p,), y).view(out.shape) for out, y in zip(outs, downs, strict=True)]
 
 
 def learn(
@@ -50,21 +53,24 @@ def learn(
     rule: Rule,
 ) -> None:
     """Update B: its hypergradient is never stored. ``a`` and ``b`` are below the layer, ``c`` and ``d`` above it."""
-    k = len(B)
-    D, C, Pa, Pb = _outputs(d, k), _outputs(c, k), _inputs(a, p, k), _inputs(b, p, k)
+    D, C, Pa, Pb = _outputs(d, p), _outputs(c, p), _inputs(a, p), _inputs(b, p)
     h = D[:, None] * Pa + C[:, None] * Pb
-    squares = sum_of_squares(D, Pa, C, Pb) if rule is schedule_free else numbers
-    rule(B, moments, h, squares, numbers, noise)
+    rule(B, moments, h, squares(a, b, c, d, p) if rule is schedule_free else numbers, numbers, noise)
 
 
-def _inputs(x: Tensor, p: Tensor | None, k: int) -> Tensor:
-    """``P x`` as (k, blocks)."""
-    return x.view(k, -1) if p is None else x[p]
+def squares(a: Tensor, b: Tensor, c: Tensor, d: Tensor, p: Tensor | None) -> Tensor:
+    """The sum of the squares of the hypergradient's entries."""
+    return sum_of_squares(_outputs(d, p), _inputs(a, p), _outputs(c, p), _inputs(b, p))
 
 
-def _outputs(y: Tensor, k: int) -> Tensor:
-    """A vector above a layer as (k, blocks)."""
-    return y.view(-1, k).t()
+def _inputs(x: Tensor, p: Tensor | None) -> Tensor:
+    """``P x``, input c of block b at ``[c, b]``."""
+    return x if p is None else x.view(-1)[p]
+
+
+def _outputs(y: Tensor, p: Tensor | None) -> Tensor:
+    """A vector above a layer, component c of block b at ``[c, b]``."""
+    return y.view(y.shape[::-1]).t() if p is None else y
 
 
 def _product(B: Tensor, x: Tensor, dim: int) -> Tensor:
