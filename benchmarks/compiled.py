@@ -31,7 +31,7 @@ from lodo.engines.compiled.updates import RULES
 from lodo.estimate import as_family
 from lodo.families import Mixing
 from lodo.layout import Layout
-from lodo.meta import MetaOptimizer
+from lodo.meta import SCHEDULE_FREE, MetaOptimizer
 from lodo.recipes import as_meta_optimizer, from_recipe
 from measuring import with_target, write
 
@@ -97,13 +97,19 @@ def passes(n: int, options: dict[str, Any]) -> dict[str, partial[Any]]:
     p = torch.zeros(k, hidden // k, dtype=torch.int32) if family.mixing == "random" else None
     lesson = (torch.zeros(8, 1, dtype=torch.float64), noise(B, meta))
     moments = [torch.empty_like(B, dtype=meta.stored_dtype) for _ in meta.moments]
-    outs = [] if p is None else [v.clone(), v.clone()]
-    up, down = partial(layers.rise, B, p, v), partial(layers.fall, B, p, [v], outs[:1])
+    up, down = partial(layers.rise, B, p, v), partial(layers.fall, B, p, v)
     vectors = (v, v.clone(), v.clone(), v.clone())
+    learning = {
+        "down with g": down if saved else partial(layers.fall, B, p, v, v.clone()),
+        "learning": partial(layers.learn, B, p, moments, *vectors, *lesson, rule=RULES[meta.kind]),
+    }
+    if meta.kind == SCHEDULE_FREE and k <= layers.WRITTEN_OUT:
+        rows, zs = ([row.clone() for row in x] for x in (B, *moments))
+        joined = partial(layers.learn_and_fall, rows, p, zs, *vectors, lesson[0], both=not saved)
+        learning = {"down with g and learning": joined}
     return {
         "up with g": up if saved else partial(layers.rise, B, p, v, v.clone()),
-        "down with g": down if saved else partial(layers.fall, B, p, [v, v.clone()], outs),
-        "learning": partial(layers.learn, B, p, moments, *vectors, *lesson, rule=RULES[meta.kind]),
+        **learning,
         "up with u": up,
         "down with u": down,
     }
@@ -118,7 +124,8 @@ def measure(n: int, options: dict[str, Any]) -> dict[str, float]:
     return {
         "launches": family.depth * sum(one.launches for one in costs.values()),
         "launches_a_layer_and_pass": max(
-            costs["down with g"].launches + costs["learning"].launches, costs["up with g"].launches
+            sum(one.launches for name, one in costs.items() if "down with g" in name or "learning" in name),
+            costs["up with g"].launches,
         ),
         "bytes_per_parameter": total / n,
         "roofline_bytes_per_parameter": roofline / n,

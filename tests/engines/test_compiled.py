@@ -163,14 +163,15 @@ def test_nothing_is_compiled_again():
     assert graphs_so_far() == compiled
 
 
-def test_each_function_is_compiled_once():
+@pytest.mark.parametrize("mixing", ["random", "shuffle"])
+def test_each_function_is_compiled_once(mixing):
     """Whichever layer, size or place in memory it is called for first."""
     torch._dynamo.reset()
     graphs.graph.cache_clear()
     before = graphs_so_far()
-    for n, depth in ((41, 2), (9, 3), (300, 1)):
+    for n, depth in ((41, 2), (13, 3), (300, 1), (64, 3)):
         y = parameter(n)
-        opt = LODO([y], lr=0.1, preconditioner=Mixing(depth), backend="compiled")
+        opt = LODO([y], lr=0.1, preconditioner=Mixing(depth, mixing=mixing), backend="compiled")
         play(opt, y, 3)
     assert graphs_so_far() - before == 3  # up, down and learning
 

@@ -20,7 +20,7 @@ from lodo.engines.compiled.updates import RULES, sum_of_squares
 from lodo.families import Mixing, Preconditioner, Residual
 from lodo.feed import RATE, fed
 from lodo.layout import Layout
-from lodo.meta import Learned, MetaOptimizer
+from lodo.meta import SCHEDULE_FREE, Learned, MetaOptimizer
 from lodo.rounding import MASK, mix, update_key
 from lodo.scalars import Scalar, as_real, precise, scalar_on
 
@@ -72,10 +72,9 @@ class CompiledEngine(Engine):
 
     def _up(self, theta: Tensor, *vectors: Tensor) -> list[list[Tensor]]:
         """The activations a_0 to a_N of each vector."""
-        rise = graph(self._rise, f"{self._setting}_{len(vectors)}")
         steps = [[self._padded(v) for v in vectors]]
-        for B, p in zip(theta, self._P, strict=False):
-            steps.append(rise(B, p, *steps[-1]))
+        for i in range(len(self._P)):
+            steps.append(self._raise(theta, i, *steps[-1]))
         return [list(activations) for activations in zip(*steps, strict=True)]
 
     def _down(self, theta: Tensor, y: Tensor) -> list[Tensor]:
@@ -85,21 +84,24 @@ class CompiledEngine(Engine):
             c += self._lower(theta, i, c[-1])
         return c[::-1]
 
+    def _raise(self, theta: Tensor, i: int, *xs: Tensor) -> list[Tensor]:
+        """Each x through layer i, going up."""
+        rise = graph(self._rise, f"{self._setting}_{len(xs)}")
+        return [x.view(self._shape) for x in rise(theta[i], self._P[i], *xs)]
+
     def _lower(self, theta: Tensor, i: int, *ys: Tensor) -> list[Tensor]:
         """Each y through layer i, going down."""
-        outs = () if self._P[i] is None else [torch.empty_like(y) for y in ys]
         fall = graph(self._fall, f"{self._setting}_{len(ys)}")
-        return fall(theta[i], self._P[i], ys, outs)  # type: ignore[no-any-return]
+        return fall(theta[i], self._P[i], *ys)  # type: ignore[no-any-return]
 
     def _turn(self, theta: Tensor, a: Tensor) -> Tensor:
         """Where going up ends and going down begins: c_N from a_N."""
         return a
 
     def apply(self, theta: Tensor, v: Tensor) -> Tensor:
-        rise = graph(self._rise, f"{self._setting}_1")
         x = self._padded(v)
-        for B, p in zip(theta, self._P, strict=False):
-            (x,) = rise(B, p, x)
+        for i in range(len(self._P)):
+            (x,) = self._raise(theta, i, x)
         x = self._turn(theta, x)
         for i in range(len(self._P) - 1, -1, -1):
             (x,) = self._lower(theta, i, x)
@@ -175,8 +177,7 @@ class CompiledEngine(Engine):
 
         Takes the lists apart, so that activations are freed when they have been used.
         """
-        learn = graph(self._learn, f"{self._setting}_{_described(meta)}")
-        rule, both = RULES[meta.kind], not c
+        both = not c
         numbers, noise = self._numbers(meta, lesson), self._bits(meta, lesson)
         squares = self._squares_at_turn(a[-1], b[-1]) if self.watched else 0.0
         d, top = self._learn_turn(theta, meta, lesson, a.pop(), b.pop(), numbers, noise)
@@ -185,12 +186,29 @@ class CompiledEngine(Engine):
             moments = [moment[i] for moment in lesson.moments]
             if self.watched:
                 squares = squares + self._squares(d, a[-1], above, b[-1], self._P[i])
-            below = self._lower(theta, i, d, above) if both else [*self._lower(theta, i, d), c.pop()]
-            learn(theta[i], self._P[i], moments, a.pop(), b.pop(), above, d, numbers, noise[i], rule=rule)
-            d, above = below
+            below = self._learn_layer(theta, meta, i, moments, (a.pop(), b.pop(), above, d), numbers, noise[i], both)
+            d, above = below if both else (*below, c.pop())
         if self.watched:
             self._note_norm(squares, lesson.scale)
         return d
+
+    def _learn_layer(
+        self,
+        theta: Tensor,
+        meta: MetaOptimizer,
+        i: int,
+        moments: Sequence[Tensor],
+        abcd: tuple[Tensor, Tensor, Tensor, Tensor],
+        numbers: Tensor,
+        noise: Sequence[Tensor],
+        both: bool,
+    ) -> list[Tensor]:
+        """Update layer i; returns d below it, and c below it if ``both`` go down."""
+        learn = graph(self._learn, f"{self._setting}_{_described(meta)}")
+        _, _, c, d = abcd
+        below = self._lower(theta, i, d, c) if both else self._lower(theta, i, d)
+        learn(theta[i], self._P[i], moments, *abcd, numbers, noise, rule=RULES[meta.kind])
+        return below
 
     def _learn_turn(
         self,
@@ -280,6 +298,23 @@ class CompiledMixing(CompiledEngine):
         blocks = torch.arange(self._hidden // k)
         offsets = torch.arange(k * k).view(k, k, 1) * lanes
         return blocks // lanes * (k * k * lanes) + blocks % lanes, offsets
+
+    def _learn_layer(
+        self,
+        theta: Tensor,
+        meta: MetaOptimizer,
+        i: int,
+        moments: Sequence[Tensor],
+        abcd: tuple[Tensor, Tensor, Tensor, Tensor],
+        numbers: Tensor,
+        noise: Sequence[Tensor],
+        both: bool,
+    ) -> list[Tensor]:
+        if meta.kind != SCHEDULE_FREE or self.family.block_size > layers.WRITTEN_OUT:
+            return super()._learn_layer(theta, meta, i, moments, abcd, numbers, noise, both)
+        learn = graph(layers.learn_and_fall, f"{self._setting}_{both}")
+        rows, zs = (x.unbind() for x in (theta[i], *moments))
+        return learn(rows, self._P[i], zs, *abcd, numbers, both=both)  # type: ignore[no-any-return]
 
     def _squares(self, d: Tensor, a: Tensor, c: Tensor, b: Tensor, p: Tensor | None) -> Tensor:
         return layers.squares(a, b, c, d, p)

@@ -20,7 +20,7 @@ Rule = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor, Tensor, Sequence[Tens
 
 
 def sgd(
-    B: Tensor, moments: Sequence[Tensor], h: Tensor, squares: Tensor, numbers: Tensor, noise: Sequence[Tensor]
+    B: Tensor, moments: Sequence[Tensor], h: Tensor, mean: Tensor, numbers: Tensor, noise: Sequence[Tensor]
 ) -> None:
     """``B -= rate h``."""
     scale, rate, *_ = numbers.to(B.dtype).unbind()
@@ -28,7 +28,7 @@ def sgd(
 
 
 def adam(
-    B: Tensor, moments: Sequence[Tensor], h: Tensor, squares: Tensor, numbers: Tensor, noise: Sequence[Tensor]
+    B: Tensor, moments: Sequence[Tensor], h: Tensor, mean: Tensor, numbers: Tensor, noise: Sequence[Tensor]
 ) -> None:
     """Adam; moments in bfloat16 are rounded by the random bits of `lodo.rounding`."""
     scale, b1, c1, b2, c2, rate, root, eps = numbers.to(B.dtype).unbind()
@@ -46,11 +46,11 @@ def adam(
 
 
 def schedule_free(
-    B: Tensor, moments: Sequence[Tensor], h: Tensor, squares: Tensor, numbers: Tensor, noise: Sequence[Tensor]
+    B: Tensor, moments: Sequence[Tensor], h: Tensor, mean: Tensor, numbers: Tensor, noise: Sequence[Tensor]
 ) -> None:
-    """``z' = z - rate h / (rms + eps)``, ``y <- keep (y - pull z) + push z'``; y is B, ``squares`` the sum of h^2."""
+    """``z' = z - rate h / (rms + eps)``, ``y <- keep (y - pull z) + push z'``; y is B, ``mean`` that of h^2."""
     scale, rate, keep, pull, push, eps, *_ = numbers.unbind()
-    rms = scale.abs() * (squares / B.numel()).sqrt()
+    rms = scale.abs() * mean.sqrt()
     step, keep, pull, push = (x.to(B.dtype) for x in (rate * scale / (rms + eps), keep, pull, push))
     (z,) = moments
     new = z - step * h
