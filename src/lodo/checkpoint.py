@@ -103,10 +103,10 @@ def restored(network: Network, meta: MetaOptimizer, loaded: State) -> State:
 def loads(groups: Sequence[Group], ours: Sequence[Options], given: dict[str, Any], on_reshard: str) -> list[Load]:
     """What each group takes from a state dict that `modern` has been through, or an error that says what differs."""
     theirs = given["param_groups"]
-    if any("preconditioner" not in other for other in theirs):
-        raise ValueError("the state must be one of LODO, got that of another optimizer")
     if len(theirs) != len(groups):
         raise ValueError(f"the state has {len(theirs)} parameter groups, this optimizer {len(groups)}")
+    if any("preconditioner" not in other for other in theirs):
+        raise ValueError("the state must be one of LODO, got that of another optimizer")
     found = []
     for group, own, other in zip(groups, ours, theirs, strict=True):
         if len(other["params"]) != len(own["params"]):

@@ -82,8 +82,10 @@ class Comparison(Experiment):
         task: its name, as `lodo.lab.tasks.find_task` takes it.
     """
 
+    optimizers = ""  # those that suit the task, unless a subclass names others
+
     def __init__(self, task: str) -> None:
-        self.optimizers = "lodo, adam" if task in _FUNCTIONS else "kron_lodo, torch.AdamW"
+        self.optimizers = self.optimizers or ("lodo, adam" if task in _FUNCTIONS else "kron_lodo, torch.AdamW")
         super().__init__(
             Entry(
                 f"compare-{file_name(task)}",
