@@ -99,7 +99,7 @@ def passes(n: int, options: dict[str, Any]) -> dict[str, partial[Any]]:
     moments = [torch.empty_like(B, dtype=meta.stored_dtype) for _ in meta.moments]
     up, down = partial(layers.rise, B, p, v), partial(layers.fall, B, p, v)
     vectors = (v, v.clone(), v.clone(), v.clone())
-    learning = {
+    learning: dict[str, partial[Any]] = {
         "down with g": down if saved else partial(layers.fall, B, p, v, v.clone()),
         "learning": partial(layers.learn, B, p, moments, *vectors, *lesson, rule=RULES[meta.kind]),
     }
