@@ -125,17 +125,17 @@ class Graph:
         return self._compiled(*arguments, **constants)
 
 
-def stand_in(x: Any, size: int = _SIZE) -> Any:
+def stand_in(x: Any) -> Any:
     """Zeros in place of each tensor, of a size that stands for any other; a last dimension of 1 stays as it is.
 
     >>> [one.shape for one in stand_in([torch.ones(2, 50), torch.ones(3, 1)])]
     [torch.Size([2, 4099]), torch.Size([3, 1])]
     """
     if isinstance(x, (list, tuple)):
-        return type(x)(stand_in(one, size) for one in x)
+        return type(x)(stand_in(one) for one in x)
     if not isinstance(x, Tensor):
         return x
-    zeros = x.new_zeros([*x.shape[:-1], 1 if x.shape[-1] == 1 else size] if x.dim() else [])
+    zeros = x.new_zeros([*x.shape[:-1], 1 if x.shape[-1] == 1 else _SIZE] if x.dim() else [])
     for dim in range(x.dim() - 1):
         torch._dynamo.mark_static(zeros, dim)
     return zeros
