@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -62,7 +63,8 @@ def as_toml(seconds: Mapping[str, Mapping[str, float]]) -> str:
 
 def machine() -> str:
     """This machine in a few words."""
-    return f"{CORES} cores, {processor()}, torch {environment()['torch']}"
+    name = re.sub(r"\(R\)|\(TM\)| Processor", "", processor())  # short: `lodo run --list` has 80 columns
+    return f"{CORES} cores, {name}, torch {environment()['torch']}"
 
 
 def starting() -> float:
