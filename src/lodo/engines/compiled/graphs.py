@@ -42,7 +42,6 @@ def options_for(function: str, device: str) -> dict[str, Any]:
     Going up, Inductor fuses the gather into rows that are written where they belong, but not into masked ones. Going
     down, it fuses the scatter with masked rows only. For CPUs it never writes masked rows.
     """
-
     if device == "cpu":
         more = {**_ON_CPUS, **(_WITHOUT_TRIALS if trusted() else {})}
     else:
