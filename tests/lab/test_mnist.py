@@ -19,6 +19,7 @@ from interruptions import interrupted, same_but_for_time
 from lodo.lab import data, experiments
 from lodo.lab.cli import app
 from lodo.lab.data import DIGITS_DIGEST, MNIST_DIGEST, VARIABLE, using
+from lodo.lab.data.base import data_folder
 from lodo.lab.experiments.base import Cell
 from lodo.lab.experiments.paper.images import SPEED, RankedRow, last_tracked, ranked, speed
 from lodo.lab.experiments.paper.mnist import (
@@ -806,6 +807,20 @@ def test_gradients_are_contiguous():
         task = Mnist(0, batch=3)
     task.evaluate()
     assert all(p.grad.is_contiguous() for p in task.params)
+
+
+def test_digits_misspelled(tmp_path, monkeypatch):
+    """Nothing is downloaded into a folder that nobody meant; one that is there is taken."""
+    monkeypatch.chdir(tmp_path)
+    message = r"data must be 'digits'.* got 'Digit'; did you mean 'digits'\?.* './Digit'"
+    with pytest.raises(ValueError, match=message), using("Digit"):
+        pass
+    for folder in ("./Digit", tmp_path / "Digit"):
+        with using(folder):
+            assert data_folder() == tmp_path / "Digit"
+    (tmp_path / "Digit").mkdir()
+    with using("Digit"):
+        assert data_folder() == tmp_path / "Digit"
 
 
 def test_a_momentum_plot_needs_a_beta(tmp_path):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +46,11 @@ def using(folder: str | Path | None) -> Iterator[None]:
     'digits'
     """
     before = os.environ.get(VARIABLE)
+    if folder is not None and _misspelled(str(folder)):
+        raise ValueError(
+            f"data must be {BUNDLED!r}, a text file or a folder, got {str(folder)!r}; did you mean {BUNDLED!r}? "
+            f"For a new folder of this name, write './{folder}'"
+        )
     if folder is not None:
         os.environ[VARIABLE] = BUNDLED if str(folder) == BUNDLED else str(Path(folder).absolute())
     try:
@@ -54,6 +60,15 @@ def using(folder: str | Path | None) -> Iterator[None]:
             os.environ[VARIABLE] = before
         elif folder is not None:
             del os.environ[VARIABLE]
+
+
+def _misspelled(word: str) -> bool:
+    """Whether a word is almost ``digits`` and names nothing that is there.
+
+    >>> _misspelled("digit"), _misspelled("digits"), _misspelled("./digit")
+    (True, False, False)
+    """
+    return word != BUNDLED and not Path(word).exists() and bool(get_close_matches(word.lower(), [BUNDLED], cutoff=0.9))
 
 
 def data_folder() -> Path:

@@ -177,7 +177,7 @@ _ENTRIES = (
     ),
     Entry(
         "networks",
-        "Eight networks, every optimizer tuned",
+        "Networks, every optimizer tuned",
         "beyond the paper: eight real networks, ten optimizers at the best of ten settings each (--track tuned)",
         task="mlp",
         full=_NETWORKS,
@@ -187,7 +187,7 @@ _ENTRIES = (
     ),
     Entry(
         "networks-untouched",
-        "Eight networks, every optimizer as it comes",
+        "Networks, every optimizer as it comes",
         "the same networks, each library's own defaults against tuned AdamW (networks --track untouched)",
         task="mlp",
         full=_NETWORKS,
@@ -197,7 +197,7 @@ _ENTRIES = (
     ),
     Entry(
         "networks-rates",
-        "Eight networks over four decades of learning rates",
+        "Networks over four decades of learning rates",
         "the same networks, the final loss against the learning rate (networks --track rates)",
         task="mlp",
         full=Size(evaluations=3_000, seeds=1, words="1,000 to 3,000 steps, 9 rates on 1 seed"),
