@@ -1,4 +1,4 @@
-"""Monitor LODO in TensorBoard.
+"""Monitor KronLODO or LODO in TensorBoard.
 
 Run `python examples/tensorboard_diagnostics.py`, then `tensorboard --logdir results/tensorboard`. `opt.diagnostics()`
 returns a flat dict of numbers. W&B accepts the same dict: `wandb.log(opt.diagnostics(), step=t)`.
@@ -7,20 +7,23 @@ returns a flat dict of numbers. W&B accepts the same dict: `wandb.log(opt.diagno
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from lodo import LODO
+from lodo import LODO, KronLODO
 
 
-def train(steps: int, folder: Path, every: int = 10) -> dict[str, float]:
+def train(
+    steps: int, folder: Path, every: int = 10, make: Callable[..., KronLODO | LODO] = KronLODO
+) -> dict[str, float]:
     """Train for ``steps``, log after every ``every`` of them, and return the last numbers logged."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
-    opt = LODO(model.parameters(), lr=0.1, recipe="robust", nonfinite="skip")
+    opt = make(model.named_parameters(), nonfinite="skip")
     numbers = opt.diagnostics()
     with SummaryWriter(str(folder)) as writer:
         for t in range(1, steps + 1):
@@ -42,4 +45,4 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, default=Path("results/tensorboard"))
     options = parser.parse_args()
     for name, value in train(options.steps, options.folder).items():
-        print(f"{name:28} {value:.4g}")
+        print(f"{name:32} {value:.4g}")
