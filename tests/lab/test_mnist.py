@@ -37,7 +37,7 @@ from lodo.lab.experiments.paper.mnist import (
 from lodo.lab.files import save_state
 from lodo.lab.optimizers import Choice, build, hyperparameters, parse
 from lodo.lab.run import Curve, Run, execute, load_curve, read_weights, threads
-from lodo.lab.show.draw import draw, save_picture
+from lodo.lab.show.draw import draw, look, save_picture
 from lodo.lab.show.tables import Row
 from lodo.lab.tasks import make_task
 from lodo.lab.tasks.base import Task
@@ -588,10 +588,34 @@ def test_loss_against_momentum(digits):
     assert not experiment.draw_pictures(experiment.request(), results)
     (axes,) = draw(by_beta).axes
     points = axes.get_lines()[0].get_xydata()
-    np.testing.assert_allclose(points, [(1, 1), (0.5, 1.5), (0.1, 1.9)], rtol=1e-6)  # the one at 0.95 diverged
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "0.5", "0.9"]
+    np.testing.assert_allclose(points, [(1, 1), (0.5, 1.5), (0.1, 1.9)], rtol=1e-6)
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "0.5", "0.9", "0.95"]
+    diverged = by_beta.panels[0].lines[1]
+    assert (diverged.label, diverged.symbol, *diverged.names) == ("diverged", "cross", "beta = 0.95: 1 of 1 runs")
+    np.testing.assert_allclose(diverged.x, [0.05])
     assert axes.get_xscale() == "log"
     assert axes.xaxis_inverted()
+
+
+def test_long_names_are_not_cut_off(digits):
+    experiment = experiments.load("mnist-momentum")
+    labels = [f"LODO (beta={b}, lr=0.1692, meta_lr=0.001271)" for b in (0.5, 0.789, 0.857, 0.9031, 0.9343)]
+    results = {Cell(label): curves(1.0, 1.0, beta=0.1 * i) for i, label in enumerate(labels)}
+    _, learning = experiment.figures(experiment.request(), results)
+    with look():
+        drawing = draw(learning)
+        drawing.draw_without_rendering()
+    whole = drawing.bbox
+    for box in (drawing.legends[0].get_window_extent(), *(axes.title.get_window_extent() for axes in drawing.axes)):
+        assert whole.x0 <= box.x0 <= box.x1 <= whole.x1
+
+
+def test_every_value_of_beta_diverged():
+    experiment = experiments.load("mnist-momentum")
+    results = {Cell(f"LODO (beta={b})"): curves(1.0, diverged={0}, beta=b) for b in (0.0, 0.5)}
+    by_beta, _ = experiment.figures(experiment.request(), results)
+    assert [len(line.y) for line in by_beta.panels[0].lines] == [0, 2]
+    assert draw(by_beta).axes
 
 
 def test_the_picture_of_what_the_network_sees(digits):

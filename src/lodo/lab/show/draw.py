@@ -46,6 +46,8 @@ _SYMBOLS: dict[str, dict[str, Any]] = {
     "star": {"marker": "*", "mec": "black", "mew": 0.5},
     "dash": {"marker": "_"},
 }
+_TITLE, _CAPTION, _LEGEND = 10, 13, 16  # letters in an inch
+_HANDLE = 8  # the width of a legend's piece of line, in letters
 _INSIDE = 6  # labels that fit into a plot; a longer legend stands beside it
 _COLORS = "RdBu_r"
 
@@ -81,7 +83,7 @@ def draw(figure: Figure, caption: str = "") -> Drawing:
     styles = figure.styles
     maps: list[Axes] = []
     for axes, one in zip(every, shown, strict=False):
-        axes.set_title(one.title)
+        axes.set_title(textwrap.fill(one.title, int(_TITLE * figure.size[0])) if "$" not in one.title else one.title)
         if isinstance(one.panel, Plot):
             _draw_plot(axes, one.panel, one.choice, styles)
         elif isinstance(one.panel, Contours):
@@ -96,7 +98,7 @@ def draw(figure: Figure, caption: str = "") -> Drawing:
     if maps:
         drawing.colorbar(maps[0].get_images()[0], ax=maps, shrink=0.8)
     if caption:
-        drawing.suptitle(textwrap.fill(caption, int(13 * drawing.get_figwidth())), fontsize="small", color="0.4")
+        drawing.suptitle(textwrap.fill(caption, int(_CAPTION * drawing.get_figwidth())), fontsize="small", color="0.4")
     _add_legends(drawing, every, figure)
     return drawing
 
@@ -237,8 +239,9 @@ def _add_legends(drawing: Drawing, every: Sequence[Axes], figure: Figure) -> Non
     """One legend for all panels, or one in or beside each; then the names of points, which keep clear of it."""
     if figure.shared_legend:
         entries = {label: handle for axes in every for label, handle in _entries(axes).items()}
-        columns = min(4, len(entries))
         if entries:
+            columns = int(_LEGEND * drawing.get_figwidth()) // (max(map(len, entries)) + _HANDLE)
+            columns = max(1, min(4, len(entries), columns))
             drawing.legend(
                 list(entries.values()), list(entries), loc="outside lower center", ncols=columns, fontsize="small"
             )

@@ -161,20 +161,27 @@ class MomentumExperiment(MnistExperiment):
 
     def figures(self, request: Request, results: Results) -> list[Figure]:
         rows = self.table(TRAINING, results, tail, {})
-        there = [
-            (float(curves[0].run.options["beta"]), row.mean, row.std or 0.0)
-            for row, curves in zip(rows, results.values(), strict=True)
-            if row.mean is not None
-        ]
-        beta, mean, std = np.array(sorted(there)).reshape(-1, 3).T
-        line = Line("LODO", 1 - beta, mean, mean - std, mean + std, names=[f"beta = {b:g}" for b in beta], mark="both")
-        x = Axis(r"$\beta$", log=True, ticks={float(1 - b): f"{b:g}" for b in beta}, reversed=True)
-        by_beta = Plot("beta", "The momentum of LODO", x, Axis("training loss over the last 10 %"), [line])
+        betas = [float(curves[0].run.options["beta"]) for curves in results.values()]
+        found = sorted(zip(betas, rows, strict=True), key=lambda point: point[0])
+        there = [(b, row.mean, row.std or 0.0) for b, row in found if row.mean is not None and not row.diverged]
+        beta, mean, std = np.array(there).reshape(-1, 3).T
+        lines = [Line("LODO", 1 - beta, mean, mean - std, mean + std, names=list(map(_named, beta)), mark="both")]
+        if lost := {b: f"{row.diverged} of {row.seeds} runs" for b, row in found if row.diverged}:
+            height = np.full(len(lost), (mean + std).max(initial=1.0))
+            names = [f"{_named(b)}: {runs}" for b, runs in lost.items()]
+            place = 1 - np.array(list(lost))
+            lines.append(Line("diverged", place, height, names=names, mark="points", symbol="cross", size=7))
+        x = Axis(r"$\beta$", log=True, ticks={1 - b: f"{b:g}" for b, _ in found}, reversed=True)
+        by_beta = Plot("beta", "The momentum of LODO", x, Axis("training loss over the last 10 %"), lines)
         (curves,) = super().figures(request, results)
         return [Figure(self.name, [by_beta]), replace(curves, name=f"{self.name}-curves")]
 
     def draw_pictures(self, request: Request, results: Results) -> list[Figure]:
         return []
+
+
+def _named(beta: float) -> str:
+    return f"beta = {beta:g}"
 
 
 def test_loss(curve: Curve) -> float | None:
