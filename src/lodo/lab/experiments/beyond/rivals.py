@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -177,7 +178,7 @@ def costs_plot(rows: Sequence[RivalRow], best: float) -> Plot:
         y, spread = np.array([mean for _, mean in there]), np.array([row.std or 0.0 for row, _ in there])
         lines.append(
             Line(
-                heading(cost),
+                set_heading(cost),
                 np.array([row.microseconds for row, _ in there]),
                 y,
                 y - spread,
@@ -204,13 +205,23 @@ def _panels(results: Results, costs: Mapping[str, str], cost: str) -> list[tuple
     cells = [cell for cell in results if costs[cell.label] == cost]
     paper = {known.label for known in OPTIMIZERS.values()}
     if len(cells) <= _PANEL:
-        return [(heading(cost), cells)]
+        return [(set_heading(cost), cells)]
     return [
-        (f"{heading(cost)}, the paper's", [cell for cell in cells if cell.label in paper]),
-        (f"{heading(cost)}, others", [cell for cell in cells if cell.label not in paper]),
+        (f"{set_heading(cost)}, the paper's", [cell for cell in cells if cell.label in paper]),
+        (f"{set_heading(cost)}, others", [cell for cell in cells if cell.label not in paper]),
     ]
 
 
 def heading(cost: str) -> str:
-    """The heading of a cost class in tables and figures."""
+    """The heading of a cost class in tables."""
     return f"{cost} a step" if cost else "cost not known"
+
+
+def set_heading(cost: str) -> str:
+    r"""The same in figures, with its formula set.
+
+    >>> set_heading(">= O(n^2)"), set_heading("O(n log n)")
+    ('$\\geq O(n^{2})$ a step', '$O(n\\,\\mathrm{log}\\,n)$ a step')
+    """
+    formula = re.sub(r"\^([\d.]+)", r"^{\1}", cost).replace(">=", r"\geq").replace(" log ", r"\,\mathrm{log}\,")
+    return heading(f"${formula}$" if cost else "")
