@@ -611,7 +611,8 @@ def test_without_a_network_the_error_says_what_to_put_where(unreachable, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("digit", "; did you mean 'digits'?"), ("Digits", "; did you mean 'digits'?"), ("deep/er", "")]
+    ("name", "meant"),
+    [("./digit", "; did you mean 'digits'?"), ("./Digits", "; did you mean 'digits'?"), ("deep/er", "")],
 )
 def test_a_folder_is_made_only_for_what_is_downloaded(name, meant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
