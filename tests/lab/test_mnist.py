@@ -839,6 +839,9 @@ def test_digits_misspelled(tmp_path, monkeypatch):
     message = r"data must be 'digits'.* got 'Digit'; did you mean 'digits'\?.* './Digit'"
     with pytest.raises(ValueError, match=message), using("Digit"):
         pass
+    monkeypatch.setenv(VARIABLE, "Digit")
+    with pytest.raises(ValueError, match=message.replace("data", VARIABLE)):
+        data_folder()
     for folder in ("./Digit", tmp_path / "Digit"):
         with using(folder):
             assert data_folder() == tmp_path / "Digit"

@@ -46,12 +46,8 @@ def using(folder: str | Path | None) -> Iterator[None]:
     'digits'
     """
     before = os.environ.get(VARIABLE)
-    if folder is not None and _misspelled(str(folder)):
-        raise ValueError(
-            f"data must be {BUNDLED!r}, a text file or a folder, got {str(folder)!r}; did you mean {BUNDLED!r}? "
-            f"For a new folder of this name, write './{folder}'"
-        )
     if folder is not None:
+        _check_spelling("data", str(folder))
         os.environ[VARIABLE] = BUNDLED if str(folder) == BUNDLED else str(Path(folder).absolute())
     try:
         yield
@@ -62,13 +58,16 @@ def using(folder: str | Path | None) -> Iterator[None]:
             del os.environ[VARIABLE]
 
 
-def _misspelled(word: str) -> bool:
-    """Whether a word is almost ``digits`` and names nothing that is there.
+def _check_spelling(name: str, word: str) -> None:
+    """Refuse a word that is almost ``digits`` and names nothing that is there; ``name`` is what the word was given as.
 
-    >>> _misspelled("digit"), _misspelled("digits"), _misspelled("./digit")
-    (True, False, False)
+    >>> _check_spelling("data", "./digit")  # a folder
     """
-    return word != BUNDLED and not Path(word).exists() and bool(get_close_matches(word.lower(), [BUNDLED], cutoff=0.9))
+    if word != BUNDLED and not Path(word).exists() and get_close_matches(word.lower(), [BUNDLED], cutoff=0.9):
+        raise ValueError(
+            f"{name} must be {BUNDLED!r}, a text file or a folder, got {word!r}; did you mean {BUNDLED!r}? "
+            f"For a new folder of this name, write './{word}'"
+        )
 
 
 def data_folder() -> Path:
@@ -77,6 +76,7 @@ def data_folder() -> Path:
     if given == BUNDLED:
         raise ValueError(f"data must be a folder for this data set, got {BUNDLED!r}, which is a data set itself")
     if given:
+        _check_spelling(VARIABLE, given)
         return Path(given).absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache).absolute() / "lodo" / "data"
