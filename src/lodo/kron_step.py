@@ -147,7 +147,7 @@ def newest_share(options: Options, beta: float, t: Any) -> Any:
 
 def newest_shares(options: Options, t: Any) -> list[Any]:
     """Those of M and of V."""
-    shares = {beta: newest_share(options, beta, t) for beta in options["betas"]}  # often one
+    shares = {beta: newest_share(options, beta, t) for beta in {*options["betas"]}}  # often one
     return [shares[beta] for beta in options["betas"]]
 
 
