@@ -67,6 +67,30 @@ def test_benchmark_of_kron(tmp_path):
 
 
 @pytest.mark.slow
+def test_benchmark_of_seconds(tmp_path, monkeypatch):
+    """Tuned runs are read; what does not get to AdamW's loss is left out; a name that is not there is refused."""
+    monkeypatch.setenv("LODO_DATA", "digits")
+    experiment = experiments.load("networks")
+    choices = [experiment.named["adamw"], experiment.named["kron_lodo"], *parse("torch.SGD(lr=1e-9)")]
+    request = experiment.request(quick=True, evaluations=30, seeds=2, choices=choices, tasks="mlp")
+    run_experiment(experiment, request, tmp_path, workers=0)
+    names = "KronLODO, torch.SGD (lr=1e-09)"
+    text, out = benchmark("seconds", tmp_path, "--results", tmp_path, "--tasks", "mlp", "--optimizers", names)
+    found = json.loads(out.read_text())
+    assert list(found) == ["mlp"]
+    assert list(found["mlp"]) == ["KronLODO"]
+    assert found["mlp"]["KronLODO"]["seconds"] > 0
+    assert found["mlp"]["KronLODO"]["step"] > 0
+    assert "KronLODO untouched needs less time than AdamW on 0 of 1" in text
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        benchmark("seconds", tmp_path, "--results", tmp_path, "--tasks", "mpl")
+    assert "tasks must be one of 'mlp', got 'mpl'" in error.value.stderr
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        benchmark("seconds", tmp_path, "--results", tmp_path / "elsewhere")
+    assert "has no runs of `lodo run networks`" in error.value.stderr
+
+
+@pytest.mark.slow
 def test_benchmark_writes_ratios(tmp_path):
     text, out = benchmark("bench", tmp_path, "--sizes", "300", "--repeats", "2")
     assert "speed over plain autograd" in text

@@ -22,7 +22,7 @@ def idle(monkeypatch):
     def work(*args, **kwargs):
         raise AssertionError("the work has begun")
 
-    monkeypatch.setattr("lodo.lab.run._Training.advance", work)
+    monkeypatch.setattr("lodo.lab.run.Training.advance", work)
     monkeypatch.setattr("lodo.lab.theory.parts.part", lambda name: work)
     monkeypatch.setattr("lodo.lab.page.report.section_readers", work)
     monkeypatch.setattr("lodo.lab.optimizers.l2l.train", work)

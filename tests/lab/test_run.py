@@ -156,7 +156,7 @@ def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
     run = bowl("adam")
     path = execute(run, tmp_path)
     before = path.read_bytes()
-    monkeypatch.setattr(module, "_Training", None)
+    monkeypatch.setattr(module, "Training", None)
     assert execute(run, tmp_path) == path
     assert path.read_bytes() == before
 
@@ -282,7 +282,7 @@ def test_a_diverged_run_is_recorded_as_such(tmp_path):
 def test_a_run_that_has_ended_leaves_no_checkpoint_to_go_on_from(tmp_path, monkeypatch):
     """Otherwise, after a kill at its very end, a diverged run would go on as if nothing had happened."""
     saved = []
-    monkeypatch.setattr("lodo.lab.run._Training.save", lambda self, path: saved.append(self.over))
+    monkeypatch.setattr("lodo.lab.run.Training.save", lambda self, path: saved.append(self.over))
     for run in (bowl("momentum", 500, options={"lr": 1e3, "beta": 0.9}), bowl("adam", 500)):
         execute(run, tmp_path, checkpoint_every=0.0)
     assert not any(saved)

@@ -191,7 +191,7 @@ def execute(
     if load_curve(run, folder) is None:
         plugins.require_sources(run.sources or {})
         with _one_at_a_time, _own_random_numbers(), threads(find_task(run.task).threads):
-            training = _Training.resumed(run, checkpoint)
+            training = Training.resumed(run, checkpoint)
             saved, interval = time.monotonic(), checkpoint_every
             while not training.over:
                 training.advance()
@@ -286,7 +286,7 @@ def read_weights(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]]:
     return json.loads(state["settings"]), state["params"] if "params" in state else state["task"]["params"]
 
 
-class _Training:
+class Training:
     """A run in progress."""
 
     def __init__(self, run: Run) -> None:
@@ -318,13 +318,13 @@ class _Training:
     def over(self) -> bool:
         return self.diverged or self.fraction >= 1
 
-    def advance(self) -> None:
-        """Train for a moment, or until the run ends, and measure on the way."""
+    def advance(self, until: float = 1.0) -> None:
+        """Train for a moment, or until this fraction of the run is done, and measure on the way."""
         task, optimizer = self.task, self.optimizer
         graph = needs_graph(optimizer)
         every = self.run.track_every
-        most = self.run.evaluations or math.inf
-        left = (self.run.seconds or math.inf) - self.seconds
+        most = until * (self.run.evaluations or math.inf)
+        left = until * (self.run.seconds or math.inf) - self.seconds
         evaluations, seconds, loss, repeat_loss = (self.columns[name] for name in COLUMNS)
         losses: list[float] = []
         clock = training_clock()
@@ -394,7 +394,7 @@ class _Training:
             log.warning("no checkpoint of %s could be written: %s", self.run.name, error)
 
     @classmethod
-    def resumed(cls, run: Run, path: Path) -> _Training:
+    def resumed(cls, run: Run, path: Path) -> Training:
         """The run at its checkpoint, or at its start if there is no checkpoint that can be trusted."""
         if path.exists():
             try:
