@@ -149,7 +149,8 @@ class TunedTrack(NetworksExperiment):
             "taken seed by seed; s.e. is the standard error of the mean.",
             "Steps and seconds are counted until the mean training loss over a tenth of the run's steps is as low as "
             "AdamW's at its end on the same seed. Seconds are processor time on one thread, without the first "
-            "step and without measurements.",
+            "step and without measurements. On a machine whose speed changes from hour to hour, those of runs that are "
+            "hours apart do not compare.",
             "A run whose loss became infinite or NaN has diverged, and counts as the worst. Schedule-free is validated "
             "at its average, and its training loss is that of the point where it trains.",
             *about_processors(self.reports(request, results)),
