@@ -1,6 +1,6 @@
 """How long does it take to reach tuned AdamW's loss? The optimizers train side by side, on one thread.
 
-    python benchmarks/seconds.py                                 eight networks, half an hour
+    python benchmarks/seconds.py                                 eight networks, about half an hour
     python benchmarks/seconds.py --optimizers 'KronLODO untouched' --tasks 'mlp, cnn'
 
 The runs of `lodo run networks` are hours apart, and so fast and slow hours of a machine become differences between
@@ -25,8 +25,8 @@ from rich.table import Table
 from lodo._checks import check_choice
 from lodo.lab import experiments
 from lodo.lab.experiments.beyond.networks.base import OURS, REFERENCE
-from lodo.lab.experiments.beyond.networks.metrics import final_loss, mean_ratio, steps_to
-from lodo.lab.experiments.beyond.networks.standings import Reports
+from lodo.lab.experiments.beyond.networks.metrics import mean_ratio, steps_to
+from lodo.lab.experiments.beyond.networks.standings import Reports, ways
 from lodo.lab.experiments.beyond.networks.tracks import TunedTrack
 from lodo.lab.page.results import read_results
 from lodo.lab.run import Curve, Run, Training, threads
@@ -35,17 +35,6 @@ from measuring import with_target, write
 ROUNDS = 100
 UNTOUCHED = f"{OURS} untouched"
 FASTER_ON = 5  # of eight networks KronLODO untouched is to need less time than AdamW
-
-Steps = dict[str, list[int]]  # to AdamW's loss, of every optimizer that gets there, on every seed
-
-
-def steps_needed(found: Mapping[str, Sequence[Curve]]) -> Steps:
-    targets = {curve.run.seed: final_loss(curve) for curve in found[REFERENCE]}
-    every = {
-        label: [steps_to(curve, targets[curve.run.seed]) for curve in curves if curve.run.seed in targets]
-        for label, curves in found.items()
-    }
-    return {label: [n for n in steps if n] for label, steps in every.items() if steps and all(steps)}
 
 
 def trained(runs: Sequence[Run], task: str) -> dict[Run, Training]:
@@ -61,8 +50,9 @@ def trained(runs: Sequence[Run], task: str) -> dict[Run, Training]:
 
 
 def measured(found: Mapping[str, Sequence[Curve]], task: str) -> dict[str, dict[str, float]]:
-    """The seconds to AdamW's loss and those of a step, over AdamW's."""
-    needed = steps_needed(found)
+    """The seconds to AdamW's loss and those of a step, over AdamW's, of optimizers that get there on every seed."""
+    steps = {label: list(each.values()) for label, each in ways({task: found}, REFERENCE, steps_to)[task].items()}
+    needed = {label: [int(n) for n in each if n] for label, each in steps.items() if each and all(each)}
     first = {label: found[label][0].run for label in needed}
     trainings = trained(list(dict.fromkeys(first.values())), task)
     seconds = {label: trainings[run].columns["seconds"] for label, run in first.items()}
@@ -77,12 +67,12 @@ def measured(found: Mapping[str, Sequence[Curve]], task: str) -> dict[str, dict[
 
 def stored(folder: Path, tasks: str | None, optimizers: str | None) -> Reports:
     """The curves of the tuned track, of every task and optimizer that is asked for."""
-    track_of_tuned = experiments.load("networks")
-    assert isinstance(track_of_tuned, TunedTrack)
-    results = read_results(track_of_tuned, folder)
+    tuned = experiments.load("networks")
+    assert isinstance(tuned, TunedTrack)
+    results = read_results(tuned, folder)
     if results.request is None:
         raise SystemExit(f"{folder} has no runs of `lodo run networks`")
-    reports = {name: found for name, found in track_of_tuned.reports(results.request, results.results).items() if found}
+    reports = {name: found for name, found in tuned.reports(results.request, results.results).items() if found}
     labels = list(dict.fromkeys(label for found in reports.values() for label in found))
     chosen_tasks, chosen = _named("tasks", tasks, list(reports)), _named("optimizers", optimizers, labels)
     return {
@@ -100,13 +90,12 @@ def _named(what: str, given: str | None, known: Sequence[str]) -> Sequence[str]:
 
 def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], what: str, title: str) -> None:
     labels = list(dict.fromkeys(label for values in found.values() for label in values))
-    table = Table("optimizer", *found, "geometric mean", title=title)
-    for label in labels:
-        each = [values[label][what] if label in values else None for values in found.values()]
-        there = [value for value in each if value is not None]
-        whole = f"{mean_ratio(there):.2f}" if len(there) == len(each) else f"on {len(there)} of {len(each)}"
-        table.add_row(label, *("" if value is None else f"{value:.2f}" for value in each), whole)
-    Console(width=140).print(table)
+    each = {label: [values[label][what] for values in found.values() if label in values] for label in labels}
+    table = Table("network", *labels)
+    for task, values in found.items():
+        table.add_row(task, *(f"{values[label][what]:.2f}" if label in values else "" for label in labels))
+    table.add_row("geometric mean", *(f"{mean_ratio(x):.2f}" if len(x) == len(found) else "" for x in each.values()))
+    Console().print(f"\n{title}", table, sep="\n")
 
 
 def main() -> None:
