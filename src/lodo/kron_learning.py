@@ -1,7 +1,7 @@
 """What KronLODO learns, one gain c and one gate w for each tensor, and the bounds that keep c awake.
 
 Gains and gates of all parameters are entries of short vectors: tensors on a device, arrays on the CPU, because NumPy
-takes a fraction of torch's time for them. The functions here take either.
+takes a fraction of torch's time for them. The formulas are in `lodo.kron_formulas`.
 """
 
 from __future__ import annotations
@@ -10,39 +10,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lodo.group import Options
-from lodo.kron_state import FIRST
-from lodo.meta import BETA2, adam_step
+from lodo.kron_formulas import Constants, Pace, cosines, next_gain, next_gate
+from lodo.kron_state import FIRST, unit_of
 from lodo.scalars import Flag, Scalar, as_real, largest, logarithm, over, smallest, where
 
-CATCHING_UP = 10.0  # how many times faster c is learned until lr e^c has once been `FIRST`
-GAIN_BETA2 = 0.99  # of the Adam that learns c; w has the usual 0.999
-MOVING = 0.1  # of all steps so far: lr is under a schedule if it has changed within them
+ENDS = ("", "_exp_avg", "_exp_avg_sq")  # of the names under which a learned number and its moments are kept
 LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
-OUTLIER = 5.0  # how many times as long as recent gradients one may be
-WIDEST = math.log(1e6)  # c stays within this range, so that e^c never overflows
-
-
-def library(x: Any) -> Any:
-    """What has the functions for an array or for a tensor; what is used here has the same names in both.
-
-    >>> library(np.ones(1)).__name__, library(torch.ones(1)).__name__
-    ('numpy', 'torch')
-    """
-    return torch if isinstance(x, Tensor) else np
-
-
-def power(beta: float, t: Any) -> Any:
-    """``beta ** t`` of arrays, or of tensors: through NumPy, because torch rounds the end of a vector in another way.
-
-    >>> power(0.5, torch.tensor([1.0, 2.0]))
-    tensor([0.5000, 0.2500])
-    """
-    return torch.from_numpy(beta ** t.numpy()) if isinstance(t, Tensor) and is_host(t.device) else beta**t
+MOVING = 0.1  # of all steps so far: lr is under a schedule if it has changed within them
 
 
 def is_host(device: torch.device) -> bool:
@@ -55,50 +33,50 @@ def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(ok, new, old) if isinstance(ok, Tensor) else new
 
 
-def learn_from_last_step(options: Options, numbers: dict[str, Any], sums: Any, rise: Scalar, ok: Flag) -> None:
-    """Update c and w with the cosines of X with the last step's S and D."""
-    XX, XN, XU = sums
-    XS, XD = (XU + numbers["gate"] * (XN - XU), XN - XU) if "gate" in numbers else (XN, XU)  # XU is 0 then
-    scale = XX**0.5 * numbers["length"]  # |X| |S|
-    scale = library(scale).where(scale > 0, scale, math.inf)
-    learn(options, numbers, XS / scale, XD / scale, rise, ok)
+def pace_of(options: Options, rise: Scalar) -> Pace:
+    """That of a group, given how far lr is above its highest so far, from `follow_rate`."""
+    full = full_rate(options)
+    return Pace(
+        options["meta_lr"], options["gate_lr"], options["anneal"], options["scheduled"],
+        first=logarithm(over(FIRST, full)), ceiling=logarithm(over(largest(LONGEST, full), full)),
+        fallen=logarithm(over(options["peak_lr"], options["lr"])), rise=rise,
+    )  # fmt: skip
 
 
-def learn(options: Options, numbers: dict[str, Any], alignment: Any, gate_slope: Any, rise: Scalar, ok: Flag) -> None:
-    """Update c and w, where there was a last step that moved something."""
-    t = numbers["step"]
-    xp = library(t)
-    learning = (t > 0) & ok & (numbers["length"] > 0)
-    if "gain" in numbers:
-        behind = numbers["gain_highest"] < logarithm(over(FIRST, full_rate(options)))
-        rate = options["meta_lr"] * xp.where(behind, CATCHING_UP, xp.ones_like(t))
-        c = _learned(numbers, "gain", -alignment, rate, learning, GAIN_BETA2)
-        fall, ceiling = bounds(options, t)
-        c = xp.minimum(settled(c, rise), ceiling)
-        highest = xp.maximum(settled(numbers["gain_highest"], rise), c)
-        numbers["gain_highest"][:] = kept(ok, highest, numbers["gain_highest"])
-        numbers["gain"][:] = kept(ok, xp.maximum(c, highest - fall).clip(-WIDEST, WIDEST), numbers["gain"])
-    if "gate" in numbers:
-        numbers["gate"][:] = _learned(numbers, "gate", -gate_slope, options["gate_lr"], learning).clip(0, 1)
+def constants_of(options: Options) -> Constants:
+    """Those of a group."""
+    averaging, (b1, b2), eps = float(options["averaging"]), options["betas"], float(options["eps"])
+    has_bases = options["basis"] == "kronecker"
+    return Constants(averaging, float(b1), float(b2), eps, limit_of(options), unit_of(b2), has_bases)
 
 
-def settled(c: Any, rise: Scalar) -> Any:
-    """c after a warm-up has raised lr: what c has gained already is not multiplied by it.
+def limit_of(options: Options) -> float:
+    """How large the entries of X / R and of M^ / R may be.
 
-    >>> settled(torch.tensor([3.0, 1.0, -1.0]), 2.0)
-    tensor([ 1.,  0., -1.])
+    V contains (1 - b2) X^2, at least at first, so they are smaller almost everywhere. But where gradients are rare, R
+    may become far smaller than X, and after a refresh M has entries where V has none.
+
+    >>> limit_of({"guard": True, "betas": (0.95, 0.75)}), limit_of({"guard": False})
+    (2.0, inf)
     """
-    return library(c).maximum(c.clip(max=0), c - rise)
+    return (1 - options["betas"][1]) ** -0.5 if options["guard"] else math.inf
 
 
-def _learned(numbers: dict[str, Any], name: str, slope: Any, rate: Any, learning: Any, beta2: float = BETA2) -> Any:
-    """The new value of a learned number; Adam's moments of it are updated."""
-    t = numbers["step"]
-    before = value, first, second = [numbers[each] for each in (name, f"{name}_exp_avg", f"{name}_exp_avg_sq")]
-    after = adam_step((*before, t - 1 + (t == 0)), slope, rate, beta2)
-    where = library(t).where
-    first[:], second[:] = where(learning, after[1], first), where(learning, after[2], second)
-    return where(learning, after[0], value)
+def learn_from_last_step(options: Options, numbers: dict[str, Any], sums: Any, rise: Scalar, ok: Flag) -> None:
+    """Update c and w with the cosines of X with the last step's S and D, where there was one that moved something."""
+    t, pace = numbers["step"], pace_of(options, rise)
+    learning = (t > 0) & ok & (numbers["length"] > 0)
+    XX, XN, XU = sums
+    alignment, gate_slope = cosines(XX, XN, XU, numbers.get("gate", 1.0), numbers["length"])
+    if "gain" in numbers:
+        gain, highest = [numbers[f"gain{end}"] for end in ENDS], numbers["gain_highest"]
+        *after, highest_after = next_gain(gain, highest, t, -alignment, learning, pace)
+        for old, new in zip([*gain, highest], [*after, highest_after], strict=True):
+            old[:] = kept(ok, new, old)
+    if "gate" in numbers:
+        gate = [numbers[f"gate{end}"] for end in ENDS]
+        for old, new in zip(gate, next_gate(gate, t, -gate_slope, learning, pace), strict=True):
+            old[:] = new
 
 
 def follow_rate(options: Options) -> Scalar:
@@ -152,25 +130,6 @@ def full_rate(options: Options) -> Scalar:
     return largest(options["peak_lr"], smallest(options["top_lr"], FIRST))
 
 
-def bounds(options: Options, t: Any) -> tuple[Any, Any]:
-    """How far c may fall below its highest, and how high it may rise.
-
-    Learned greedily, c falls asleep in long runs, because the next step always looks better with less noise. So lr e^c
-    falls no faster than 1 / (1 + t / anneal) from its highest, where t counts steps at a constant lr: once a schedule
-    takes lr down, annealing is its job, and what lr has fallen counts.
-    On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
-    So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise; and below a part of that in
-    a group that is slower than others (see `full_rate`).
-    """
-    lr, peak, full = options["lr"], options["peak_lr"], full_rate(options)
-    ceiling = logarithm(over(largest(LONGEST, full), full))
-    if not options["anneal"]:
-        return 0 * t + math.inf, ceiling + 0 * t
-    annealed = library(t).log1p((t - options["scheduled"]).clip(min=0) / options["anneal"])
-    fall = (annealed - logarithm(over(peak, lr))).clip(min=0)
-    return fall, ceiling - fall
-
-
 def decay_rate(options: Options) -> Scalar:
     """What part of the weights decays in a step: ``weight_decay`` times the lr of steps whose gain stays as it starts.
 
@@ -188,18 +147,3 @@ def decay_rate(options: Options) -> Scalar:
             rate = smallest(rate, options["peak_lr"] / (1 + t / options["anneal"]))
         rate = rate * smallest(1.0, over(FIRST, options["peak_lr"]))
     return rate * options["weight_decay"]  # type: ignore[no-any-return]  # an option is of any type
-
-
-def trust(norm_sq: Any, t: Any, squares: Any, b2: float) -> Any:
-    """1, or what shortens a gradient to `OUTLIER` times the recent ones, given its square and their average.
-
-    A gradient that is a thousand times too long would otherwise rule V and the covariances for hundreds of steps, and M
-    for longer.
-
-    >>> trust(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 100.0]), 0.5)
-    tensor([1.0000, 0.5000])
-    """
-    limit = OUTLIER**2 * norm_sq / (1 - power(b2, t) + (t == 0))  # 0 before the first step
-    is_outlier = (limit > 0) & (squares > limit)
-    where = library(t).where
-    return where(is_outlier, limit / where(is_outlier, squares, 1), 1) ** 0.5

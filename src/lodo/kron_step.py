@@ -12,13 +12,21 @@ import torch
 from torch import Tensor
 
 from lodo.group import Options
-from lodo.kron_learning import decay_rate, is_host, kept, learn_from_last_step, library, power, trust
+from lodo.kron_formulas import NOISE, factors, newest_share, trust
+from lodo.kron_learning import (
+    constants_of,
+    decay_rate,
+    is_host,
+    kept,
+    learn_from_last_step,
+    limit_of,
+    pace_of,
+)
 from lodo.kron_state import coded, decoded, unit_of
 from lodo.rounding import random_bits, round_to, update_key
 from lodo.scalars import Flag, Scalar
 from lodo.stacks import Bundle, Part, Stack
 
-NOISE = 1e-5  # of a gradient's mean size: what is smaller may be a rounding error
 ADDED_FROM = 2**17  # numbers of a matrix from which its change is not worth keeping apart from it
 HALVED_FROM = 512  # rows of a covariance from which it pays on a CPU to compute one triangle and copy the other
 
@@ -114,40 +122,20 @@ class Factors(NamedTuple):
     least: Any
 
     @classmethod
-    def of(cls, options: Options, numbers: Mapping[str, Any]) -> Factors:
-        """The factors after the last step, of tensors or of arrays."""
-        is_first = numbers["step"] == 0
-        root = (1 - numbers["square_decay"] + is_first) ** -0.5
-        least = options["eps"] + 0 * root
-        if options["basis"] == "kronecker":
-            recent = numbers["norm_sq"] / (1 - power(options["betas"][1], numbers["step"] + is_first))
-            least = least + NOISE * (recent / numbers["size"]) ** 0.5
-        return cls(1 / (1 - numbers["mean_decay"] + is_first), root, least)
+    def of(cls, options: Options, numbers: Mapping[str, Tensor]) -> Factors:
+        """The factors after the last step."""
+        t, decays = numbers["step"], (numbers["mean_decay"], numbers["square_decay"])
+        norm_sq = numbers["norm_sq"] if options["basis"] == "kronecker" else 0 * t
+        return cls(*factors(t, decays, norm_sq, numbers["size"], options["betas"][1], options["eps"]))
 
     def at(self, stack: Stack) -> Factors:
         """Those of a stack."""
         return Factors(*(factor[stack.rows].reshape(-1, 1, 1) for factor in self))
 
 
-def newest_share(options: Options, beta: float, t: Any) -> Any:
-    """How much of M or V the newest X or X^2 makes up, at step t: 1 - beta at first, and 1 / (averaging t) later.
-
-    So M reaches back over more and more steps, a constant part of the run. That calms the steps as annealing does, but
-    takes away only noise. V reaches back as far: if it forgot faster than M, M / sqrt(V) would grow without end
-    wherever gradients are rare, as in the rows of an embedding.
-
-    >>> newest_share({"averaging": 0.1}, 0.95, torch.tensor([1.0, 400.0]))
-    tensor([0.0500, 0.0250])
-    """
-    share = 1 - beta + 0 * t
-    if not options["averaging"]:
-        return share
-    return library(t).minimum(share, 1 / (options["averaging"] * (t + (t == 0))))
-
-
 def newest_shares(options: Options, t: Any) -> list[Any]:
-    """Those of M and of V."""
-    shares = {beta: newest_share(options, beta, t) for beta in {*options["betas"]}}  # often one
+    """How much of M and of V the newest X and X^2 make up, at step t."""
+    shares = {beta: newest_share(options["averaging"], beta, t) for beta in {*options["betas"]}}  # often one
     return [shares[beta] for beta in options["betas"]]
 
 
@@ -186,19 +174,18 @@ class Reading(NamedTuple):
 
 def read(options: Options, bundle: Bundle) -> Reading:
     """Turn the gradients; nothing changes yet."""
-    step, unit = bundle.numbers["step"], unit_of(options["betas"][1])
+    step, learning = bundle.numbers["step"], "length" in bundle.numbers
     reading = Reading([], step.new_zeros(3, len(step)))
-    learning = "length" in bundle.numbers
-    factors = Factors.of(options, bundle.arrays or bundle.numbers) if learning else None
+    found: Factors | None = None
     for part in bundle.parts:
         turned = turn_gradients(options, part)
         reading.parts.append(turned)
         if part.fused is not None:
-            given = factors or [bundle.arrays["step"]] * 3  # not used if nothing is learned
-            part.fused.slopes(turned.flat, learning, unit, limit_of(options), given, reading.sums)
+            part.fused.slopes(turned.flat, bundle.fused, constants_of(options), reading.sums)
             continue
+        found = found or (Factors.of(options, bundle.numbers) if learning else None)
         for stack, X in zip(part.stacks, turned.X, strict=True):
-            reading.sums[:, stack.rows] = sums_of(options, stack, X, factors and factors.at(stack))
+            reading.sums[:, stack.rows] = sums_of(options, stack, X, found and found.at(stack))
     return reading
 
 
@@ -213,18 +200,6 @@ def turn_gradients(options: Options, part: Part) -> Turned:
         if stack.has_bases:
             turned(G_, *stack.bases(), out=X_)
     return both
-
-
-def limit_of(options: Options) -> float:
-    """How large the entries of X / R and of M^ / R may be.
-
-    V contains (1 - b2) X^2, at least at first, so they are smaller almost everywhere. But where gradients are rare, R
-    may become far smaller than X, and after a refresh M has entries where V has none.
-
-    >>> limit_of({"guard": True, "betas": (0.95, 0.75)}), limit_of({"guard": False})
-    (2.0, inf)
-    """
-    return (1 - options["betas"][1]) ** -0.5 if options["guard"] else math.inf
 
 
 def sums_of(options: Options, stack: Stack, X: Tensor, factors: Factors | None) -> Tensor:
@@ -265,22 +240,42 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         rise: how far lr is above its highest so far, from `follow_rate`.
         ok: whether the gradients can be used. If a device finds that they cannot, nothing changes.
     """
-    numbers = bundle.numbers
     if isinstance(ok, Tensor):
         reading = reading.masked(bundle.parts, ok)
-    quick = is_host(reading.sums.device) and not any(isinstance(x, Tensor) for x in (ok, rise, options["lr"]))
+    plain = not any(isinstance(x, Tensor) for x in (ok, rise, options["lr"]))
+    if bundle.fused is not None and plain:
+        reading = learn_fused(options, bundle, reading, rise)
+    else:
+        reading = learn(options, bundle, reading, rise, ok, as_arrays=plain and is_host(reading.sums.device))
+    decay = decay_rate(options)
+    if isinstance(decay, Tensor):  # perhaps on another device of the group
+        decay = decay.to(reading.sums.device)
+    interval, refresh_interval = intervals(options)
+    enters, refresh = options["steps"] % interval == 0, options["steps"] % refresh_interval == 0
+    beta = 1 - interval / covariance_steps(options)
+    for part, each in zip(bundle.parts, reading.parts, strict=True):
+        for stack, G, X in zip(part.stacks, each.G, each.X, strict=True):
+            if stack.has_bases and enters:
+                follow_covariances(stack, G, X, beta, refresh, ok)
+        next_steps(options, bundle, part, each, ok)
+        move(part, each.X, 1 - decay * share(0.0, ok, reading.sums))
+
+
+def learn(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok: Flag, as_arrays: bool) -> Reading:
+    """Learn c and w from the last step and count this one; gradients that are too long are shortened first."""
+    numbers = bundle.numbers
 
     def short(x: Tensor) -> Any:
         """A short vector; on the CPU as an array, because NumPy takes a fraction of torch's time."""
-        return x.numpy() if quick else x
+        return x.numpy() if as_arrays else x
 
-    ours = bundle.arrays if quick and bundle.arrays else {name: short(x) for name, x in numbers.items()}
+    ours = {name: short(x) for name, x in numbers.items()}
     with np.errstate(over="ignore"):  # as in torch, infinite
         if options["guard"]:
             found = trust(ours["norm_sq"], ours["step"], short(reading.sums[0]), options["betas"][1])
-            factors = found if isinstance(found, Tensor) else torch.from_numpy(found)
-            if not is_host(factors.device) or bool((found < 1).any()):
-                reading = reading.scaled(bundle.parts, factors)
+            trusted = found if isinstance(found, Tensor) else torch.from_numpy(found)
+            if not is_host(trusted.device) or bool((found < 1).any()):
+                reading = reading.scaled(bundle.parts, trusted)
         if "length" in ours:
             learn_from_last_step(options, ours, short(reading.sums), rise, ok)
     ours["step"] += ok
@@ -293,19 +288,17 @@ def advance(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok
         numbers["norm_sq"].lerp_(squares, seen * share(options["betas"][1], ok, squares))
     if isinstance(ok, Tensor):
         numbers["skipped"].add_(torch.logical_not(ok))
-    rates = -options["lr"] * counts * (numbers["gain"].exp() if "gain" in numbers else torch.ones_like(numbers["step"]))
-    decay = decay_rate(options)
-    if isinstance(decay, Tensor):  # perhaps on another device of the group
-        decay = decay.to(reading.sums.device)
-    interval, refresh_interval = intervals(options)
-    enters, refresh = options["steps"] % interval == 0, options["steps"] % refresh_interval == 0
-    beta = 1 - interval / covariance_steps(options)
-    for part, each in zip(bundle.parts, reading.parts, strict=True):
-        for stack, G, X in zip(part.stacks, each.G, each.X, strict=True):
-            if stack.has_bases and enters:
-                follow_covariances(stack, G, X, beta, refresh, ok)
-        next_steps(options, bundle, part, each, rates, ok)
-        move(part, each.X, 1 - decay * counts)
+    return reading
+
+
+def learn_fused(options: Options, bundle: Bundle, reading: Reading, rise: Scalar) -> Reading:
+    """As `learn`, in a kernel for CPUs."""
+    constants = constants_of(options)
+    trusted = bundle.fused.trusted(reading.sums, constants) if options["guard"] else None
+    if trusted is not None:
+        reading = reading.scaled(bundle.parts, trusted)
+    bundle.fused.learn(reading.sums, pace_of(options, rise), constants)
+    return reading
 
 
 def follow_covariances(stack: Stack, G: Tensor, X: Tensor, beta: float, refresh: bool, ok: Flag) -> None:
@@ -371,24 +364,23 @@ def average_product(A: Tensor, G: Tensor, H: Tensor, beta: float, ok: Flag) -> N
                 A_[stop:, start:stop] = A_[start:stop, stop:].T
 
 
-def next_steps(options: Options, bundle: Bundle, part: Part, turned: Turned, rates: Tensor, ok: Flag) -> None:
+def next_steps(options: Options, bundle: Bundle, part: Part, turned: Turned, ok: Flag) -> None:
     """X becomes ``rate S``, after it has entered the averages M and V; notes |S|, or 0 if lr is 0 and nothing moves."""
-    b2 = options["betas"][1]
-    squares = torch.zeros_like(rates)[None]
+    numbers, lr = bundle.numbers, options["lr"]
     if part.fused is not None and not isinstance(ok, Tensor):  # beside parameters on a device, it must be masked
-        rate = rates.numpy()
-        arrays = bundle.arrays
-        numbers = *newest_shares(options, arrays["step"]), *Factors.of(options, arrays), arrays.get("gate", rate), rate
-        part.fused.direction(turned.flat, unit_of(b2), limit_of(options), arrays["step"], numbers, squares)
-    else:
-        factors = Factors.of(options, bundle.numbers)
-        for stack, X in zip(part.stacks, turned.X, strict=True):
-            S = direction(options, stack, X, factors.at(stack), ok)
-            squares[0, stack.rows] = inner(S, S)
-            torch.mul(S, rates[stack.rows].reshape(-1, 1, 1), out=X)
-    if "length" in bundle.numbers:
-        length = bundle.numbers["length"][part.rows]
-        length.copy_(kept(ok, squares[0, part.rows].sqrt() * (options["lr"] > 0), length))
+        part.fused.direction(turned.flat, bundle.fused, float(lr), constants_of(options))
+        return
+    squares = torch.zeros_like(numbers["step"])
+    gains = numbers["gain"].exp() if "gain" in numbers else torch.ones_like(squares)
+    rates = -lr * share(0.0, ok, squares) * gains
+    found = Factors.of(options, numbers)
+    for stack, X in zip(part.stacks, turned.X, strict=True):
+        S = direction(options, stack, X, found.at(stack), ok)
+        squares[stack.rows] = inner(S, S)
+        torch.mul(S, rates[stack.rows].reshape(-1, 1, 1), out=X)
+    if "length" in numbers:
+        length = numbers["length"][part.rows]
+        length.copy_(kept(ok, squares[part.rows].sqrt() * (lr > 0), length))
 
 
 def move(part: Part, steps: Sequence[Tensor], decay: float | Tensor) -> None:

@@ -169,7 +169,11 @@ class Bundle:
         sizes = [real(p).numel() for p in params]
         first = self.numbers["step"]
         self.numbers["size"] = torch.tensor(sizes, dtype=first.dtype, device=first.device)  # a constant, in no state
-        self.arrays = {name: x.numpy() for name, x in self.numbers.items()} if fused else {}
+        self.fused: Any = None
+        if fused:
+            from lodo.engines.numba.kron import FusedNumbers  # here, because Numba may be missing
+
+            self.fused = FusedNumbers(self.numbers)
         self._params, self._dtypes = list(params), [p.dtype for p in params]
         self._states = list(states)
         self._seen = [x for state in states for x in state.values()]

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from types import CodeType, SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 
 import numba
 import pytest
@@ -28,9 +28,9 @@ from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
 from helpers import difference, natural, network, same
-from lodo import LODO, Mixing, _notice
+from lodo import LODO, Mixing, _notice, elementwise, kron_formulas
 from lodo.engines import engine_for
-from lodo.engines.numba import compiling, feeding, mixing, permuted, shuffled, tiles
+from lodo.engines.numba import compiling, feeding, formulas, kron, mixing, permuted, scaling, shuffled, tiles
 from lodo.engines.numba.compiling import Kernel, version_of
 from lodo.meta import Adam
 
@@ -402,12 +402,19 @@ def test_a_changed_source_is_compiled_again(small):
     assert called(Kernel(small[1].double, version_of(small))) == 106
 
 
-def test_the_version_covers_every_source_that_a_kernel_is_compiled_from():
-    sources = {module.__name__ for module in mixing._SOURCES}
-    assert version_of(mixing._SOURCES) == mixing._VERSION
-    reached = {f.__module__ for kernel in KERNELS for f in functions_in(kernel.serial.py_func)}
-    assert {"lodo.engines.numba.feeding", "lodo.engines.numba.tiles", "lodo.meta"} <= reached <= sources
-    for module in (feeding, permuted, shuffled, tiles):  # and the constants that they import
+@pytest.mark.parametrize(
+    ("kernels", "modules"),  # and modules whose constants are compiled
+    [(mixing, (feeding, permuted, shuffled, tiles)), (kron, (scaling, tiles, elementwise, kron_formulas))],
+    ids=["LODO", "KronLODO"],
+)
+def test_the_version_covers_every_source_that_a_kernel_is_compiled_from(kernels, modules):
+    sources = {module.__name__ for module in kernels._SOURCES}
+    assert version_of(kernels._SOURCES) == kernels._VERSION
+    compiled = [x for x in vars(kernels).values() for x in (x.values() if isinstance(x, dict) else [x])]
+    functions = [x.serial.py_func for x in compiled if isinstance(x, Kernel)]
+    reached = {f.__module__ for function in functions for f in functions_in(function)}
+    assert {modules[0].__name__, "lodo.meta"} <= reached <= sources
+    for module in modules:
         statements = ast.walk(ast.parse(Path(module.__file__).read_text()))
         imported = {statement.module for statement in statements if isinstance(statement, ast.ImportFrom)}
         assert {name for name in imported if name.startswith("lodo")} <= sources
@@ -422,6 +429,8 @@ def functions_in(function):
             value = function.__globals__.get(name)
             if isinstance(value, Dispatcher):
                 found.extend(functions_in(value.py_func))
+            elif isinstance(value, FunctionType) and value in formulas.FORMULAS:
+                found.extend(functions_in(value))
     return found
 
 

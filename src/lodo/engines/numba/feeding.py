@@ -1,24 +1,20 @@
 """What is fed to the network, on CPUs.
 
-These functions are compiled without fused multiply-adds. Otherwise the compiler would choose which of two products of
-a sum to fuse, and could choose differently in a kernel for many threads. The flags have to be written out: without
-flags, njit inherits those of its first caller.
+The flags have to be written out: without flags, njit inherits those of its first caller.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from numba import njit
 
+from lodo.engines.numba.tiles import STRICT
 from lodo.feed import RATE
 from lodo.meta import adam_step
 
-_STRICT: dict[str, Any] = {"error_model": "numpy", "fastmath": False}
-_adam_step = njit(**_STRICT)(adam_step)
+_adam_step = njit(**STRICT)(adam_step)
 
 
-@njit(**_STRICT)
+@njit(**STRICT)
 def learn_gate(gate, scale, Gg, m, last):
     """The gate after the last step, from G g and from the momentum and the gradient that it mixed."""
     slope = 0.0
@@ -27,7 +23,7 @@ def learn_gate(gate, scale, Gg, m, last):
     return _adam_step(gate, scale * slope, RATE)
 
 
-@njit(**_STRICT)
+@njit(**STRICT)
 def feed(u, m, g, last, beta, gated, gate):
     """m = beta m + (1 - beta) g, and u = m or, if gated, (1 - w) g + w m; ``last`` remembers g."""
     real = m.dtype.type

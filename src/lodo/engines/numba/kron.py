@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lodo.engines.numba import scaling, tiles
+from lodo import elementwise, kron_formulas, meta
+from lodo.engines.numba import formulas, scaling, tiles
 from lodo.engines.numba.compiling import Kernel, version_of
+from lodo.kron_formulas import Constants, Pace
 from lodo.rounding import mix, update_key
 
 _PIECE = 1 << 14  # numbers of a parameter that are summed together
 _PARALLEL_FROM = 1 << 17  # numbers from which a second thread pays
 
-_VERSION = version_of([scaling, tiles])
+_SOURCES = (elementwise, formulas, kron_formulas, meta, scaling, tiles)  # of which kernels are compiled
+_VERSION = version_of(_SOURCES)
 _SLOPES, _DIRECTION = Kernel(scaling.slopes, _VERSION), Kernel(scaling.direction, _VERSION)
+_TRUSTED, _LEARN = Kernel(scaling.trusted, _VERSION), Kernel(scaling.learn, _VERSION)
+
+
+class FusedNumbers:
+    """What each parameter of a bundle has one of, and what it learns.
+
+    Args:
+        numbers: by name.
+    """
+
+    def __init__(self, numbers: Mapping[str, Tensor]) -> None:
+        given = {name: numbers.get(name, numbers["step"]).numpy() for name in scaling.NUMBERS}  # some are not touched
+        self.arrays = tuple(given.values())
+        self.has = tuple(name in numbers for name in ("gain", "gate", "norm_sq"))
+        self._trusted = torch.ones_like(numbers["step"])
+        self._called = Called()
+
+    def trusted(self, sums: Tensor, constants: Constants) -> Tensor | None:
+        """What shortens each gradient; None if nothing does."""
+        found = self._trusted
+        is_any = self._called(_TRUSTED, False, self.arrays, sums[0].numpy(), constants, found.numpy())
+        return found if is_any else None
+
+    def learn(self, sums: Tensor, pace: Pace, constants: Constants) -> None:
+        """Learn c and w from the last step, and count this one."""
+        pace = Pace(*map(float, pace))
+        self._called(_LEARN, False, self.arrays, self.has, sums.numpy(), pace, constants)
 
 
 class FusedPasses:
@@ -34,43 +64,47 @@ class FusedPasses:
     def __init__(
         self, M: Tensor, V: Tensor, U: Tensor | None, sizes: Sequence[int], first: int, dtype: torch.dtype
     ) -> None:
-        self._gated, self._coded = U is not None, U is not None and U.dtype == torch.int8
+        self._coded = U is not None and U.dtype == torch.int8
         self._short = M.dtype == torch.bfloat16
         self._arrays = [_array(M), _array(V), _array(V if U is None else U)]  # the last is not touched without a gate
         pieces = [(i, n * j // count, n * (j + 1) // count) for i, n in enumerate(sizes) for count in [-(-n // _PIECE)]
                   for j in range(count)]  # fmt: skip
         owners, places, ends = np.array(pieces, np.int64).reshape(-1, 3).T
         offsets = np.cumsum([0, *sizes])[owners]
-        self._pieces = offsets + places, offsets + ends, owners + first
-        self._places = places.copy()
+        self._pieces = offsets + places, offsets + ends, owners + first, places.copy()
         self._sums = np.zeros((len(places), 3), np.float64 if dtype == torch.float64 else np.float32)
         self._large = sum(sizes) >= _PARALLEL_FROM
+        self._called = Called()
+
+    def slopes(self, X: Tensor, numbers: FusedNumbers, constants: Constants, found: Tensor) -> None:
+        """Write |X|^2, ``<X, M^ / R>`` and ``<X, U>`` of every parameter into ``found``, which has zeros there."""
+        self._called(
+            _SLOPES, self._large, X.numpy(), *self._arrays, numbers.arrays, numbers.has, self._coded,
+            constants, self._pieces, self._sums, found.numpy(),
+        )  # fmt: skip
+
+    def direction(self, X: Tensor, numbers: FusedNumbers, lr: float, constants: Constants) -> None:
+        """X becomes ``rate S``, after it has entered the averages, and the length of S is noted."""
+        t = numbers.arrays[0]
+        keys = (mix(update_key(0, t.astype(np.int64))) if self._short else t).astype(np.uint32)
+        self._called(
+            _DIRECTION, self._large, X.numpy(), *self._arrays, numbers.arrays, numbers.has, keys, lr,
+            constants, self._pieces, self._sums,
+        )  # fmt: skip
+
+
+class Called:
+    """Calls kernels; the first call of each may have to compile it."""
+
+    def __init__(self) -> None:
         self._ready: set[Kernel] = set()
 
-    def slopes(
-        self, X: Tensor, learning: bool, unit: float, limit: float, factors: Sequence[Any], found: Tensor
-    ) -> None:
-        """Write |X|^2, ``<X, M^ / R>`` and ``<X, U>`` of every parameter into ``found``, which has zeros there."""
-        unit = unit if self._coded else 1.0
-        self._run(
-            _SLOPES, X.numpy(), *self._arrays, learning, learning and self._gated, unit, limit, *factors, *self._pieces,
-            self._sums, found.numpy(),
-        )  # fmt: skip
-
-    def direction(self, X: Tensor, unit: float, limit: float, t: Any, numbers: Sequence[Any], found: Tensor) -> None:
-        """X becomes ``rate S``, after it has entered the averages at step t; |S|^2 is written into ``found``."""
-        keys = (mix(update_key(0, t.astype(np.int64))) if self._short else t).astype(np.uint32)
-        self._run(
-            _DIRECTION, X.numpy(), *self._arrays, self._gated, unit, limit, keys, *numbers, *self._pieces,
-            self._places, self._sums, found.numpy(),
-        )  # fmt: skip
-
-    def _run(self, kernel: Kernel, *arguments: object) -> None:
-        call = kernel.parallel if self._large else kernel.serial
+    def __call__(self, kernel: Kernel, large: bool, *arguments: object) -> Any:
+        call = kernel.parallel if large else kernel.serial
         if kernel not in self._ready:
             self._ready.add(kernel)
-            call = kernel.first(call)  # may have to compile
-        call(*arguments)
+            call = kernel.first(call)
+        return call(*arguments)
 
 
 def _array(x: Tensor) -> Any:

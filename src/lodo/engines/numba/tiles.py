@@ -19,6 +19,9 @@ from lodo.meta import ADAM, SCHEDULE_FREE
 # "contract" and "nsz" allow fused multiply-adds and nothing else: no reordering, so that results
 # do not depend on the number of threads. The NumPy error model has no branch in a division.
 TILE: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}}
+# No fused multiply-adds either: the compiler would choose which of two products of a sum to fuse, and could choose
+# differently in a kernel for many threads.
+STRICT: Any = {"error_model": "numpy", "fastmath": False}
 
 
 # Vectors are copied in loops: for `out[:] = x`, Numba compiles the text of an error about shapes, which takes seconds,
