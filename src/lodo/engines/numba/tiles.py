@@ -176,15 +176,9 @@ def _schedule_free(B, Z, d, Pa, c, Pb, step, keep, pull, push):
                 Z[r, s, l] = new
 
 
-@njit(**TILE)
-def add_squares(d, Pa, c, Pb, total):
-    """Add the squares of the entries of d Pa^T + c Pb^T of every block to its lane of ``total``.
-
-    In double precision: single precision would lose d^2 below 1e-23, and the sum could then be negative. It still can
-    be, by rounding, where the two products cancel, and counts as zero.
-    """
-    k, L = d.shape
-    for l in range(L):
+@njit(inline="always")
+def _add_squares(k, d, Pa, c, Pb, total):
+    for l in range(d.shape[1]):
         dd = cc = dc = aa = bb = ab = 0.0
         for r in range(k):
             d_, c_, a_, b_ = np.float64(d[r, l]), np.float64(c[r, l]), np.float64(Pa[r, l]), np.float64(Pb[r, l])
@@ -195,6 +189,22 @@ def add_squares(d, Pa, c, Pb, total):
             bb += b_ * b_
             ab += a_ * b_
         total[l] += max(0.0, dd * aa + cc * bb + 2 * dc * ab)
+
+
+@njit(**TILE)
+def add_squares(d, Pa, c, Pb, total):
+    """Add the squares of the entries of d Pa^T + c Pb^T of every block to its lane of ``total``.
+
+    In double precision: single precision would lose d^2 below 1e-23, and the sum could then be negative. It still can
+    be, by rounding, where the two products cancel, and counts as zero.
+    """
+    k = d.shape[0]
+    if k == 4:  # a constant, so that the loop over it is unrolled and the one over lanes vectorises
+        _add_squares(4, d, Pa, c, Pb, total)
+    elif k == 8:
+        _add_squares(8, d, Pa, c, Pb, total)
+    else:
+        _add_squares(k, d, Pa, c, Pb, total)
 
 
 @njit(**TILE)
