@@ -213,20 +213,20 @@ def print_memory(n: int, variant: str) -> None:
 def extra_memory(n: int, variant: str) -> tuple[int, int]:
     """The bytes that an optimizer of n parameters adds to this process, at their peak and after three steps."""
     x = with_gradient(torch.randn(n))
-    before = process_memory("VmRSS")
+    before = process_memory("Rss")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     opt = LODO([x], lr=1e-3, meta_lr=1e-12, **VARIANTS[variant])
     for _ in range(3):
         opt.step()
-    resting = process_memory("VmRSS")
+    resting = process_memory("Rss")
     peak = max(process_memory("VmHWM"), resting)  # Linux records a new peak with a little delay
-    return peak - before, resting - before
+    return peak - before, resting - process_memory("LazyFree") - before
 
 
 def process_memory(key: str) -> int:
-    """The bytes that Linux reports for this process: VmRSS now, VmHWM at the peak."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+    """What Linux reports, in bytes: Rss now, LazyFree of it what anybody may take, VmHWM at the peak."""
+    lines = "".join(Path(f"/proc/self/{name}").read_text() for name in ("status", "smaps_rollup")).splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def verdict(key: str, n: int, value: float) -> str:

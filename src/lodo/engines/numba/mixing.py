@@ -22,7 +22,7 @@ from lodo import meta as metas
 from lodo.engines.base import Engine, Footprint, Lesson
 from lodo.engines.numba import feeding, permuted, shuffled, storage, tiles
 from lodo.engines.numba.compiling import CACHE, Kernel, version_of
-from lodo.engines.numba.pages import huge_zeros, passing_zeros
+from lodo.engines.numba.pages import Memory, give_back, huge_zeros, passing_zeros
 from lodo.families import Mixing, Preconditioner
 from lodo.layout import Layout
 from lodo.meta import Learned, MetaOptimizer
@@ -31,7 +31,7 @@ from lodo.scalars import Scalar
 
 PARALLEL_FROM = 64  # tiles a layer from which a second thread pays
 _CHUNKS = 128  # parts of a layer that threads share; a fixed number, so that results do not depend on theirs
-_KEEP_BELOW = 1 << 20  # bytes of work arrays that are not worth freeing between steps
+_KEEP_BELOW = 1 << 20  # bytes of work arrays that are not worth giving back between steps
 _PAGED_FROM = 1 << 16  # bytes of an array that is worth pages of its own
 
 _SOURCES = (feed, metas, feeding, permuted, shuffled, tiles)  # of which kernels are compiled
@@ -197,7 +197,7 @@ class NumbaMixing(Engine):
 
 
 class _Work:
-    """The arrays a step needs beside the state; without ``save`` large ones exist only during a step."""
+    """The arrays a step needs beside the state; without ``save``, the system may take large ones between steps."""
 
     def __init__(self, theta: Tensor, P: Any, weights: int, save: bool) -> None:
         N, T, k, _, L = theta.shape
@@ -206,23 +206,26 @@ class _Work:
         self.P = P
         self._large = T >= PARALLEL_FROM
         self._chunks = np.linspace(0, T, 1 + (_CHUNKS if self._large else 1)).astype(np.int64)
-        self._u = self._zeros(0)
+        self._u = np.empty(0)
         self._scratch: tuple[Any, ...] | None = None
+        self._memories: list[Memory] = []  # of the scratch
         self._ready: dict[Kernel, Callable[..., Any]] = {}  # what has been called before
         self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
-    def _zeros(self, *shape: int) -> Any:
-        return huge_zeros(shape, self._dtype, least=_PAGED_FROM).numpy()
+    def _zeros(self, *shape: int, huge: bool = True) -> Any:
+        x, memory = passing_zeros(shape, self._dtype, _PAGED_FROM, huge)
+        if memory is not None:
+            self._memories.append(memory)
+        return x.numpy()
 
     def _in_order(self, *shape: int) -> Any:
         """An array for activations that is read and written in order."""
-        zeros = huge_zeros if self._save else passing_zeros
-        return zeros(shape, self._dtype, least=_PAGED_FROM).numpy()
+        return self._zeros(*shape, huge=self._save)
 
     def fed(self, n: int) -> Any:
         """A vector for what is fed."""
         if not self._u.size:
-            self._u = self._zeros(n)
+            self._u = huge_zeros((n,), self._dtype, least=_PAGED_FROM).numpy()
         return self._u
 
     def _spare(self) -> tuple[Any, Any]:
@@ -240,9 +243,11 @@ class _Work:
         return self._scratch
 
     def end(self) -> None:
-        """The step is over: free what is large and need not be kept."""
-        if not self._save and self._scratch is not None and sum(a.nbytes for a in self._scratch) > _KEEP_BELOW:
-            self._scratch = None
+        """The step is over: give back what is large and need not be kept."""
+        if self._save or self._scratch is None or sum(a.nbytes for a in self._scratch) <= _KEEP_BELOW:
+            return
+        if not give_back(self._memories):
+            self._scratch, self._memories = None, []
 
     def run(self, kernel: Kernel, *arguments: object) -> Any:
         """Call a kernel; its first call may have to compile it."""
