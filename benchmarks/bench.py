@@ -100,8 +100,8 @@ def kernel_clock(lodo: LODO) -> Iterator[list[float]]:
     engine = lodo._groups[0].ready(lodo.param_groups[0]).engine
     assert isinstance(engine, NumbaMixing)
     assert engine._work is not None
-    ready = engine._work._ready
-    before = dict(ready)
+    known = engine._work.run._known
+    before = dict(known)
 
     def clocked(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: object) -> Any:
@@ -112,11 +112,11 @@ def kernel_clock(lodo: LODO) -> Iterator[list[float]]:
 
         return run
 
-    ready.update({kernel: clocked(call) for kernel, call in before.items()})
+    known.update({kernel: clocked(call) for kernel, call in before.items()})
     try:
         yield spent
     finally:
-        ready.update(before)
+        known.update(before)
 
 
 def measure(n: int, repeats: int) -> dict[str, float]:

@@ -112,3 +112,23 @@ class Kernel:
             yield
         finally:
             lock.release()
+
+
+class Caller:
+    """Calls kernels, each for one thread or for as many as torch uses.
+
+    Args:
+        parallel: whether for many.
+    """
+
+    def __init__(self, parallel: bool) -> None:
+        self._parallel = parallel
+        self._known: dict[Kernel, Callable[..., Any]] = {}  # what has been called before
+
+    def __call__(self, kernel: Kernel, *arguments: object) -> Any:
+        """Call a kernel; its first call may have to compile it."""
+        call = self._known.get(kernel)
+        if call is None:
+            call = self._known[kernel] = kernel.parallel if self._parallel else kernel.serial
+            call = kernel.first(call)
+        return call(*arguments)

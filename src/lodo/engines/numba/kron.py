@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lodo import elementwise, kron_formulas, meta
 from lodo.engines.numba import formulas, scaling, tiles
-from lodo.engines.numba.compiling import Kernel, version_of
+from lodo.engines.numba.compiling import Caller, Kernel, version_of
 from lodo.kron_formulas import Constants, Pace
 from lodo.rounding import mix, update_key
 
@@ -36,18 +36,18 @@ class FusedNumbers:
         self.arrays = tuple(given.values())
         self.has = tuple(name in numbers for name in ("gain", "gate", "norm_sq"))
         self._trusted = torch.ones_like(numbers["step"])
-        self._called = Called()
+        self._call = Caller(parallel=False)
 
     def trusted(self, sums: Tensor, constants: Constants) -> Tensor | None:
         """What shortens each gradient; None if nothing does."""
         found = self._trusted
-        is_any = self._called(_TRUSTED, False, self.arrays, sums[0].numpy(), constants, found.numpy())
+        is_any = self._call(_TRUSTED, self.arrays, sums[0].numpy(), constants, found.numpy())
         return found if is_any else None
 
     def learn(self, sums: Tensor, pace: Pace, constants: Constants) -> None:
         """Learn c and w from the last step, and count this one."""
         pace = Pace(*map(float, pace))
-        self._called(_LEARN, False, self.arrays, self.has, sums.numpy(), pace, constants)
+        self._call(_LEARN, self.arrays, self.has, sums.numpy(), pace, constants)
 
 
 class FusedPasses:
@@ -73,13 +73,12 @@ class FusedPasses:
         offsets = np.cumsum([0, *sizes])[owners]
         self._pieces = offsets + places, offsets + ends, owners + first, places.copy()
         self._sums = np.zeros((len(places), 3), np.float64 if dtype == torch.float64 else np.float32)
-        self._large = sum(sizes) >= _PARALLEL_FROM
-        self._called = Called()
+        self._call = Caller(parallel=sum(sizes) >= _PARALLEL_FROM)
 
     def slopes(self, X: Tensor, numbers: FusedNumbers, constants: Constants, found: Tensor) -> None:
         """Write |X|^2, ``<X, M^ / R>`` and ``<X, U>`` of every parameter into ``found``, which has zeros there."""
-        self._called(
-            _SLOPES, self._large, X.numpy(), *self._arrays, numbers.arrays, numbers.has, self._coded,
+        self._call(
+            _SLOPES, X.numpy(), *self._arrays, numbers.arrays, numbers.has, self._coded,
             constants, self._pieces, self._sums, found.numpy(),
         )  # fmt: skip
 
@@ -87,24 +86,10 @@ class FusedPasses:
         """X becomes ``rate S``, after it has entered the averages, and the length of S is noted."""
         t = numbers.arrays[0]
         keys = (mix(update_key(0, t.astype(np.int64))) if self._short else t).astype(np.uint32)
-        self._called(
-            _DIRECTION, self._large, X.numpy(), *self._arrays, numbers.arrays, numbers.has, keys, lr,
+        self._call(
+            _DIRECTION, X.numpy(), *self._arrays, numbers.arrays, numbers.has, keys, lr,
             constants, self._pieces, self._sums,
         )  # fmt: skip
-
-
-class Called:
-    """Calls kernels; the first call of each may have to compile it."""
-
-    def __init__(self) -> None:
-        self._ready: set[Kernel] = set()
-
-    def __call__(self, kernel: Kernel, large: bool, *arguments: object) -> Any:
-        call = kernel.parallel if large else kernel.serial
-        if kernel not in self._ready:
-            self._ready.add(kernel)
-            call = kernel.first(call)
-        return call(*arguments)
 
 
 def _array(x: Tensor) -> Any:

@@ -9,7 +9,7 @@ times and writes it once; or, to save memory, it computes them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from lodo import feed
 from lodo import meta as metas
 from lodo.engines.base import Engine, Footprint, Lesson
 from lodo.engines.numba import feeding, permuted, shuffled, storage, tiles
-from lodo.engines.numba.compiling import CACHE, Kernel, version_of
+from lodo.engines.numba.compiling import CACHE, Caller, Kernel, version_of
 from lodo.engines.numba.pages import Memory, give_back, huge_zeros, passing_zeros
 from lodo.families import Mixing, Preconditioner
 from lodo.layout import Layout
@@ -204,12 +204,12 @@ class _Work:
         self._dtype, self._sizes, self._save = theta.dtype, (N, T, k, L), save
         self.weights, self._hidden = weights, weights // k  # in a layer
         self.P = P
-        self._large = T >= PARALLEL_FROM
-        self._chunks = np.linspace(0, T, 1 + (_CHUNKS if self._large else 1)).astype(np.int64)
+        is_large = T >= PARALLEL_FROM
+        self.run = Caller(parallel=is_large)
+        self._chunks = np.linspace(0, T, 1 + (_CHUNKS if is_large else 1)).astype(np.int64)
         self._u = np.empty(0)
         self._scratch: tuple[Any, ...] | None = None
         self._memories: list[Memory] = []  # of the scratch
-        self._ready: dict[Kernel, Callable[..., Any]] = {}  # what has been called before
         self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def _zeros(self, *shape: int, huge: bool = True) -> Any:
@@ -248,14 +248,6 @@ class _Work:
             return
         if not give_back(self._memories):
             self._scratch, self._memories = None, []
-
-    def run(self, kernel: Kernel, *arguments: object) -> Any:
-        """Call a kernel; its first call may have to compile it."""
-        call = self._ready.get(kernel)
-        if call is None:
-            call = self._ready[kernel] = kernel.parallel if self._large else kernel.serial
-            call = kernel.first(call)
-        return call(*arguments)
 
     def forget(self) -> None:
         """Let go of tensors that will not come again."""
