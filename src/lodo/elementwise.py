@@ -1,4 +1,4 @@
-"""Functions of every entry of short vectors, which may be tensors or arrays.
+"""Elementwise functions of short vectors, which may be tensors or arrays.
 
 Formulas that use nothing else are written once: `lodo.engines.numba.formulas` lets kernels compile them for single
 numbers.
@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether numbers on a device are there at once."""
+    return device.type == "cpu"
 
 
 def library(x: Any) -> Any:
@@ -50,7 +55,7 @@ def maximum(a: Any, b: Any) -> Any:
 
 
 def clip(x: Any, low: float, high: float) -> Any:
-    """Entries between two numbers.
+    """x, limited to [low, high].
 
     >>> clip(torch.tensor([-1.0, 0.5, 3.0]), 0.0, 1.0)
     tensor([0.0000, 0.5000, 1.0000])
@@ -73,4 +78,4 @@ def power(beta: float, t: Any) -> Any:
     >>> power(0.5, torch.tensor([1.0, 2.0]))
     tensor([0.5000, 0.2500])
     """
-    return torch.from_numpy(beta ** t.numpy()) if isinstance(t, Tensor) and t.device.type == "cpu" else beta**t
+    return torch.from_numpy(beta ** t.numpy()) if isinstance(t, Tensor) and is_host(t.device) else beta**t

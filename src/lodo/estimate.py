@@ -18,13 +18,13 @@ from lodo.spelling import configured
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes, by what they are for; ``total`` is the most that exists at once, ``resting`` what stays between steps."""
+    """Bytes, by what they are for; ``total`` is the most needed at once, ``resting`` what is needed between steps."""
 
     theta: int
     moments: int
     indices: int
     activations: int  # kept from step to step
-    work: int  # there during a step only
+    work: int  # needed during a step only
     vectors: int
 
     @property

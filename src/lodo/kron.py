@@ -5,7 +5,7 @@ Tensors are matrices here, kernels as out x rest. With G the gradient, P and Q o
     X  = P' G Q
     c += meta_lr Adam[ <X, S> / (|X| |S|) ]         S the last direction: W moved by -lr e^c S, dl/dc = -lr e^c <X, S>
     w += gate_lr Adam[ <X, D> / (|X| |S|) ]         D = dS/dw of the last step; w within [0, 1], starts at 1
-    c  within bounds that anneal                    as 1 / (1 + t / anneal), see `bounds`
+    c  within bounds that anneal                    as 1 / (1 + t / anneal), see `lodo.kron_formulas.bounds`
     A, B = averages of G G', G' G                   over as many steps as M and V
     P <- qr(A P), Q <- qr(B Q), M turned along      every `refresh_every` steps, later less often
     M, V = averages of X, X^2                       over ever more steps, `averaging` t of them

@@ -44,7 +44,7 @@ class Constants(NamedTuple):
 
 
 def cosines(XX: Any, XN: Any, XU: Any, w: Any, length: Any) -> tuple[Any, Any]:
-    """Those of X with the last step's S, and with its D as if that were as long; XU is 0 and w is 1 without a gate."""
+    """``<X, S>`` and ``<X, D>`` with the last S and D, both over ``|X| |S|``; XU is 0 and w is 1 without a gate."""
     scale = XX**0.5 * length  # |X| |S|
     scale = choose(scale > 0, scale, math.inf)
     return (XU + w * (XN - XU)) / scale, (XN - XU) / scale
@@ -90,8 +90,8 @@ def bounds(t: Any, pace: Pace) -> tuple[Any, Any]:
     falls no faster than 1 / (1 + t / anneal) from its highest, where t counts steps at a constant lr: once a schedule
     takes lr down, annealing is its job, and what lr has fallen counts.
     On data that a network can fit exactly, c rises without end, because every step helps until one breaks everything.
-    So lr e^c stays below `LONGEST`, or the highest lr if that is larger, annealed likewise; and below a part of that in
-    a group that is slower than others (see `full_rate`).
+    So lr e^c stays below `lodo.kron_learning.LONGEST`, or the highest lr if that is larger, annealed likewise; and
+    below a part of that in a group that is slower than others (see `lodo.kron_learning.full_rate`).
     """
     if not pace.anneal:
         return 0 * t + math.inf, 0 * t + pace.ceiling
@@ -136,6 +136,6 @@ def factors(t: Any, decays: Any, norm_sq: Any, size: Any, b2: float, eps: float)
     """What turns the averages M and V after step t into M^ = mean M and R = root sqrt(V) + least."""
     mean_decay, square_decay = decays
     is_first = t == 0
-    recent = norm_sq / (1 - power(b2, t + is_first))
+    recent = norm_sq / (1 - power(b2, t + is_first) + (norm_sq == 0))
     least = eps + NOISE * (recent / size) ** 0.5
     return 1 / (1 - mean_decay + is_first), (1 - square_decay + is_first) ** -0.5, least

@@ -1,7 +1,8 @@
 """What KronLODO learns, one gain c and one gate w for each tensor, and the bounds that keep c awake.
 
 Gains and gates of all parameters are entries of short vectors: tensors on a device, arrays on the CPU, because NumPy
-takes a fraction of torch's time for them. The formulas are in `lodo.kron_formulas`.
+takes a fraction of torch's time for them; and a kernel takes a fraction of NumPy's, if there is Numba. The formulas are
+in `lodo.kron_formulas`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,6 @@ from lodo.scalars import Flag, Scalar, as_real, largest, logarithm, over, smalle
 ENDS = ("", "_exp_avg", "_exp_avg_sq")  # of the names under which a learned number and its moments are kept
 LONGEST = 0.03  # the largest lr e^c of any step: how far a step may move the weights, in the root mean square
 MOVING = 0.1  # of all steps so far: lr is under a schedule if it has changed within them
-
-
-def is_host(device: torch.device) -> bool:
-    """Whether numbers on a device are there at once."""
-    return device.type == "cpu"
 
 
 def kept(ok: Flag, new: Tensor, old: Tensor) -> Tensor:
@@ -86,7 +82,7 @@ def follow_rate(options: Options) -> Scalar:
 
     Returns:
         By how much the logarithm of the highest lr has risen, as it does in a warm-up; infinity after an lr of 0, so
-        that nothing that was gained without moving counts (see `settled`).
+        that nothing that was gained without moving counts (see `lodo.kron_formulas.settled`).
 
     >>> options = {"steps": 100, "scheduled": 0, "last_lr": 0.5, "unchanged": 10}
     >>> [follow_rate(options | {"lr": lr, "peak_lr": peak}) for lr, peak in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.0))]

@@ -183,7 +183,7 @@ def unit_of(beta2: float) -> float:
     """What the 1 of a scaled gradient U = X / R in 8 bits means.
 
     At first V contains (1 - beta2) X^2, so no entry of U is larger than 1 / sqrt(1 - beta2); later the guard sees to
-    that (`lodo.kron_step.limit_of`). That is the 127. U is kept only
+    that (`lodo.kron_learning.limit_of`). That is the 127. U is kept only
     for its inner product with the next gradient, in which the errors of rounding nearly cancel.
 
     >>> unit_of(0.95) * 127

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lodo.elementwise import is_host
 from lodo.group import Options
 from lodo.kron_formulas import NOISE, factors, newest_share, trust
 from lodo.kron_learning import (
     constants_of,
     decay_rate,
-    is_host,
     kept,
     learn_from_last_step,
     limit_of,
@@ -270,7 +270,7 @@ def learn(options: Options, bundle: Bundle, reading: Reading, rise: Scalar, ok: 
         return x.numpy() if as_arrays else x
 
     ours = {name: short(x) for name, x in numbers.items()}
-    with np.errstate(over="ignore"):  # as in torch, infinite
+    with np.errstate(over="ignore", divide="ignore"):  # as in torch, infinite
         if options["guard"]:
             found = trust(ours["norm_sq"], ours["step"], short(reading.sums[0]), options["betas"][1])
             trusted = found if isinstance(found, Tensor) else torch.from_numpy(found)

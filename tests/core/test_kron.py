@@ -1289,3 +1289,24 @@ def test_a_misspelled_option_of_a_group_is_refused(make):
     with pytest.raises(ValueError, match=r"weigth_decay is not an option of a group .*did you mean 'weight_decay'"):
         make([{"params": [x], "weigth_decay": 0.1}])
     assert make([{"params": [x], "name": "head", "lr_scale": 2}]).param_groups[0]["name"] == "head"
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_an_average_of_squares_that_hardly_moves(backend):
+    """In single precision, 1 - beta2 ** t is 0 here."""
+    x = Parameter(torch.ones(3))
+    opt = KronLODO([x], backend=backend, basis="none", betas=(0.9, 0.99999998))
+    for _ in range(3):
+        x.grad = torch.ones(3)
+        opt.step()
+    assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_the_size_of_recent_gradients_follows_a_fall(backend):
+    W = Parameter(torch.ones(2, 3))
+    opt = KronLODO([W], backend=backend, betas=(0.9, 0.0))
+    for size in (1e6, 1.0):
+        W.grad = torch.full((2, 3), size)
+        opt.step()
+    assert opt.state[W]["norm_sq"] == pytest.approx(6)

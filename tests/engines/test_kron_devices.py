@@ -70,7 +70,7 @@ def test_a_tensor_lr_stays_on_the_device():
 
 
 def without_host(monkeypatch):
-    for module in (lodo.kron_learning, lodo.kron_step):
+    for module in (lodo.elementwise, lodo.kron_step):
         monkeypatch.setattr(module, "is_host", lambda device: False)
 
 

@@ -13,6 +13,7 @@ import importlib
 import logging
 import mmap
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -30,7 +31,7 @@ from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
 from helpers import difference, natural, network, same
-from lodo import LODO, Mixing, _notice, elementwise, kron_formulas
+from lodo import LODO, KronLODO, Mixing, _notice, elementwise, kron_formulas
 from lodo.engines import engine_for
 from lodo.engines.numba import compiling, feeding, formulas, kron, mixing, pages, permuted, scaling, shuffled, tiles
 from lodo.engines.numba.compiling import Kernel, version_of
@@ -248,9 +249,10 @@ def seeded(n, seed=0):
 def lent_bytes():
     """What the system may take from this process."""
     rollup = Path("/proc/self/smaps_rollup")
-    if not rollup.exists():
+    found = re.search(r"LazyFree: +(\d+)", rollup.read_text()) if rollup.exists() else None
+    if found is None:
         pytest.skip("needs Linux")
-    return 1024 * next(int(line.split()[1]) for line in rollup.read_text().splitlines() if "LazyFree" in line)
+    return 1024 * int(found.group(1))
 
 
 def test_the_system_may_take_large_work_arrays_between_steps():
@@ -368,6 +370,24 @@ def test_the_first_call_of_a_kernel_is_the_one_that_announces(monkeypatch):
     opt.step()
     opt.step()
     assert announced == ["advance"]
+
+
+def test_parameters_that_take_turns_announce_nothing(monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2)]
+    opt = KronLODO(params, backend="numba")
+
+    def step(number):
+        opt.zero_grad()
+        params[number].grad = torch.randn(5, 3)
+        opt.step()
+
+    for number in (0, 1):
+        step(number)
+    announced = []
+    monkeypatch.setattr(Kernel, "first", lambda self, call: announced.append(self.name) or call)
+    for number in (0, 1):
+        step(number)
+    assert not announced
 
 
 # ---------------------------------------------------------------- the cache

@@ -35,7 +35,7 @@ class Footprint(NamedTuple):
     weights: int  # of theta as it is stored, and of each moment
     indices: int  # int32 numbers
     activations: int  # kept between steps
-    work: int  # there during a step only
+    work: int  # needed during a step only
 
 
 class Engine(ABC):

@@ -44,7 +44,7 @@ def version_of(modules: Sequence[ModuleType]) -> str:
 
 
 class Kernel:
-    """A pass over the network, compiled twice, each time at its first use: for one thread and for many.
+    """A function that is compiled twice, each time at its first use: for one thread and for many.
 
     Numba's disk cache neither tells the two apart nor notices that a function which they call has changed. So each has
     a name of its own, which contains a version made of all the sources.
@@ -115,10 +115,10 @@ class Kernel:
 
 
 class Caller:
-    """Calls kernels, each for one thread or for as many as torch uses.
+    """Calls kernels on one thread, or on as many as torch uses; always with arguments of the same types.
 
     Args:
-        parallel: whether for many.
+        parallel: whether to use many threads.
     """
 
     def __init__(self, parallel: bool) -> None:

@@ -1,6 +1,6 @@
-"""KronLODO's formulas for single numbers, in double precision.
+"""KronLODO's formulas for single numbers.
 
-They are compiled from the text that tensors and arrays use.
+They are compiled from the text that tensors and arrays use. Kernels call them with numbers in double precision.
 """
 
 from __future__ import annotations

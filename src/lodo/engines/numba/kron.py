@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,26 @@ _SLOPES, _DIRECTION = Kernel(scaling.slopes, _VERSION), Kernel(scaling.direction
 _TRUSTED, _LEARN = Kernel(scaling.trusted, _VERSION), Kernel(scaling.learn, _VERSION)
 
 
+@cache
+def _caller(parallel: bool, *_dtypes: object) -> Caller:
+    """One for all arguments of these types: parameters may be bundled anew at every step."""
+    return Caller(parallel)
+
+
 class FusedNumbers:
-    """What each parameter of a bundle has one of, and what it learns.
+    """The numbers of which each parameter of a bundle has one, and how c and w among them are learned.
 
     Args:
-        numbers: by name.
+        numbers: all of them, by name, each a vector.
     """
 
     def __init__(self, numbers: Mapping[str, Tensor]) -> None:
-        given = {name: numbers.get(name, numbers["step"]).numpy() for name in scaling.NUMBERS}  # some are not touched
+        # where there is none of a name, counts stand in, which are not touched
+        given = {name: numbers.get(name, numbers["step"]).numpy() for name in scaling.NUMBERS}
         self.arrays = tuple(given.values())
         self.has = tuple(name in numbers for name in ("gain", "gate", "norm_sq"))
         self._trusted = torch.ones_like(numbers["step"])
-        self._call = Caller(parallel=False)
+        self._call = _caller(False, numbers["step"].dtype)
 
     def trusted(self, sums: Tensor, constants: Constants) -> Tensor | None:
         """What shortens each gradient; None if nothing does."""
@@ -73,7 +81,7 @@ class FusedPasses:
         offsets = np.cumsum([0, *sizes])[owners]
         self._pieces = offsets + places, offsets + ends, owners + first, places.copy()
         self._sums = np.zeros((len(places), 3), np.float64 if dtype == torch.float64 else np.float32)
-        self._call = Caller(parallel=sum(sizes) >= _PARALLEL_FROM)
+        self._call = _caller(sum(sizes) >= _PARALLEL_FROM, dtype, *(x.dtype for x in self._arrays))
 
     def slopes(self, X: Tensor, numbers: FusedNumbers, constants: Constants, found: Tensor) -> None:
         """Write |X|^2, ``<X, M^ / R>`` and ``<X, U>`` of every parameter into ``found``, which has zeros there."""

@@ -239,6 +239,7 @@ class _Work:
     def scratch(self) -> tuple[Any, ...]:
         """The arrays that a pass works in."""
         if self._scratch is None:
+            self._memories = []
             self._scratch = self._make()
         return self._scratch
 
@@ -247,7 +248,8 @@ class _Work:
         if self._save or self._scratch is None or sum(a.nbytes for a in self._scratch) <= _KEEP_BELOW:
             return
         if not give_back(self._memories):
-            self._scratch, self._memories = None, []
+            self._scratch = None
+            self._memories = []
 
     def forget(self) -> None:
         """Let go of tensors that will not come again."""

@@ -39,13 +39,13 @@ def passing_zeros(shape: Sequence[int], dtype: torch.dtype, least: int, huge: bo
 
 
 def give_back(memories: Sequence[Memory]) -> bool:
-    """Let the system take these pages when it needs them; until something is written there again.
+    """Let the system take these pages if it needs memory, until something is written there again.
 
     What they hold may be lost. While nobody needs them, they stay: allocating and clearing them at every step took a
     fifth of LODO's time on a virtual machine, and left the caches cold.
 
     Returns:
-        Whether the system does that. Otherwise the arrays have to be freed.
+        Whether the system can. If not, the arrays have to be freed.
 
     >>> give_back([])
     False
@@ -55,7 +55,7 @@ def give_back(memories: Sequence[Memory]) -> bool:
     try:
         for memory in memories:
             memory.madvise(mmap.MADV_FREE)
-    except OSError:  # an old Linux
+    except OSError:  # an old Linux, or memory that is locked
         return False
     return True
 

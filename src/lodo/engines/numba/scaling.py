@@ -65,8 +65,9 @@ def learn(numbers, has, sums, pace, constants):
     averaging, b1, b2 = constants.averaging, constants.b1, constants.b2
     for i in range(t.size):
         if has_gain or has_gate:
-            gate = w[i] if has_gate else t.dtype.type(1)
-            alignment, gate_slope = cosines(sums[0, i], sums[1, i], sums[2, i], gate, length[i])
+            XX, XN, XU = np.float64(sums[0, i]), np.float64(sums[1, i]), np.float64(sums[2, i])
+            gate = np.float64(w[i]) if has_gate else 1.0
+            alignment, gate_slope = cosines(XX, XN, XU, gate, length[i])
             learning = t[i] > 0 and length[i] > 0
             if has_gain:
                 gain = c[i], c_m[i], c_v[i]
@@ -77,7 +78,7 @@ def learn(numbers, has, sums, pace, constants):
         mean_decay[i] *= 1 - newest_share(averaging, b1, t[i])
         square_decay[i] *= 1 - newest_share(averaging, b2, t[i])
         if has_norm and sums[0, i] > 0:  # a gradient of zero says nothing about the size of others
-            norm_sq[i] += (1 - b2) * (sums[0, i] - norm_sq[i])
+            norm_sq[i] = b2 * norm_sq[i] + (1 - b2) * sums[0, i]
 
 
 # ---------------------------------------------------------------- every number of a weight
@@ -145,7 +146,8 @@ def direction(X, M, V, U, numbers, has, keys, lr, constants, pieces, sums):
     starts, stops, owners, places = pieces
     has_gain, has_gate, _ = has
     averaging, b1, b2 = constants.averaging, constants.b1, constants.b2
-    t, length, c, w = numbers[0], numbers[5], numbers[6], numbers[10]
+    t, c, w = numbers[0], numbers[6], numbers[10]
+    length = numbers[5]  # apart: Numba might take writing to what comes out of a tuple for dead code
     for k in prange(starts.size):
         i, piece = owners[k], slice(starts[k], stops[k])
         mean, root, least = _factors(numbers, i, constants)
