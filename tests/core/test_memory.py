@@ -118,7 +118,7 @@ def test_what_stays_between_steps_can_be_1100_bytes_a_parameter():
 
 
 def test_that_is_what_a_large_network_keeps():
-    """Every array that outlives a step, counted: state, vectors, work arrays."""
+    """Every array that is needed after a step, counted: state, vectors, work arrays."""
     n = 9000
     options = {"preconditioner": Mixing(4, mixing="shuffle"), "backend": "numba", **ROBUST}
     x = parameter(n, dtype=torch.float32)
@@ -128,7 +128,8 @@ def test_that_is_what_a_large_network_keeps():
         opt.step()
     needed = memory_estimate(n, **options)
     net, state = network(opt), opt._state(0)
-    assert net.engine._work._scratch is None
+    lent = sum(len(memory) for memory in net.engine._work._memories)  # to the system, which may take it
+    assert lent >= needed.work or net.engine._work._scratch is None
     tensors = {
         v.data_ptr(): v.nbytes for v in (*state.values(), net.g.vector, net.s.vector) if isinstance(v, torch.Tensor)
     }
