@@ -14,7 +14,18 @@ import numpy as np
 from numba import njit, prange
 
 from lodo.engines.numba.feeding import feed, learn_gate
-from lodo.engines.numba.tiles import TILE, add_squares, copy, layer_key, pad, times, times_transposed, total, update
+from lodo.engines.numba.tiles import (
+    TILE,
+    add_squares,
+    borrowed,
+    copy,
+    layer_key,
+    pad,
+    times,
+    times_transposed,
+    total,
+    update,
+)
 from lodo.meta import SCHEDULE_FREE
 
 
@@ -115,6 +126,7 @@ def _learn(
 
 def apply(theta, P, v, work, out):
     """out = G v, leaving Pa and c as they are."""
+    theta, P, v, work, out = borrowed((theta, P, v, work, out))
     x, y, E, _, chunks, _, Pb, _ = work
     _up_and_down(theta, P, v, x, y, E, chunks, Pb, Pb, out)
 
@@ -126,6 +138,7 @@ def advance(
 
     Returns the gate (u = m, or (1 - w) g + w m if it is learned) and the hypergradient's norm if that is ``watched``.
     """
+    theta, P, vectors, work, M, V = borrowed((theta, P, vectors, work, M, V))
     squares = 0.0
     x, y, E, Q, chunks, Pa, Pb, c = work
     u, m, g, last, led_to, out = vectors

@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, prange
 
 from lodo.engines.numba.feeding import feed, learn_gate
-from lodo.engines.numba.tiles import TILE, add_squares, layer_key, times, times_transposed, total, update
+from lodo.engines.numba.tiles import TILE, add_squares, borrowed, layer_key, times, times_transposed, total, update
 from lodo.meta import SCHEDULE_FREE
 
 # Rows are taken out of a tile before they are looped over: only so does LLVM see that it may use vector instructions.
@@ -201,6 +201,7 @@ def _learn(
 
 def apply(theta, P, v, work, out):
     """out = G v, leaving a and c as they are; P is empty."""
+    theta, v, work, out = borrowed((theta, v, work, out))
     _, b, _, E, _, chunks = work
     _up_and_down(theta, v, b, b, E, chunks, out)
 
@@ -209,6 +210,7 @@ def advance(
     theta, P, vectors, beta, work, kept, learning, scale, kind, M, V, numbers, key, weights, watched, gated, gate
 ):  # fmt: skip
     """As `lodo.engines.numba.permuted.advance`."""
+    theta, vectors, work, M, V = borrowed((theta, vectors, work, M, V))
     squares = 0.0
     a, b, c, E, Q, chunks = work
     u, m, g, last, led_to, out = vectors

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from lodo.meta import ADAM, SCHEDULE_FREE
 
@@ -22,6 +22,31 @@ TILE: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}}
 # No fused multiply-adds either: the compiler would choose which of two products of a sum to fuse, and could choose
 # differently in a kernel for many threads.
 STRICT: Any = {"error_model": "numpy", "fastmath": False}
+
+
+def _borrowed(typing_context, x):
+    """An array, or a tuple of arrays, whose users are not counted: whoever calls a kernel keeps its arguments alive.
+
+    Otherwise Numba counts every view that a kernel takes, with atomic operations: a sixth of a step.
+    """
+
+    def uncounted(context, builder, kind, value):
+        if isinstance(kind, types.Tuple | types.UniTuple):
+            items = [
+                uncounted(context, builder, item, builder.extract_value(value, i)) for i, item in enumerate(kind.types)
+            ]
+            return context.make_tuple(builder, kind, items)
+        array = context.make_helper(builder, kind, value=value)
+        array.meminfo = context.get_constant_null(types.MemInfoPointer(types.voidptr))
+        return array._getvalue()
+
+    def generate(context, builder, signature, arguments):
+        return uncounted(context, builder, x, *arguments)
+
+    return x(x), generate
+
+
+borrowed: Any = intrinsic(_borrowed)
 
 
 # Vectors are copied in loops: for `out[:] = x`, Numba compiles the text of an error about shapes, which takes seconds,
