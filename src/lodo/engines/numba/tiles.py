@@ -27,7 +27,7 @@ STRICT: Any = {"error_model": "numpy", "fastmath": False}
 def _borrowed(typing_context, x):
     """An array, or a tuple of arrays, whose users are not counted: whoever calls a kernel keeps its arguments alive.
 
-    Otherwise Numba counts every view that a kernel takes, with atomic operations: a sixth of a step.
+    Otherwise Numba counts every view that a kernel takes, with atomic operations: a sixth of a step in a profile.
     """
 
     def uncounted(context, builder, kind, value):
