@@ -24,7 +24,7 @@ from rich.table import Table
 
 from lodo._checks import check_choice
 from lodo.lab import experiments
-from lodo.lab.experiments.beyond.networks.base import OURS, REFERENCE
+from lodo.lab.experiments.beyond.networks.entries import REFERENCE, UNTOUCHED
 from lodo.lab.experiments.beyond.networks.metrics import mean_ratio, steps_to
 from lodo.lab.experiments.beyond.networks.standings import Reports, ways
 from lodo.lab.experiments.beyond.networks.tracks import TunedTrack
@@ -33,7 +33,6 @@ from lodo.lab.run import Curve, Run, Training, threads
 from measuring import with_target, write
 
 ROUNDS = 100
-UNTOUCHED = f"{OURS} untouched"
 FASTER_ON = 5  # of eight networks KronLODO untouched is to need less time than AdamW
 
 
@@ -83,8 +82,11 @@ def stored(folder: Path, tasks: str | None, optimizers: str | None) -> Reports:
 
 def _named(what: str, given: str | None, known: Sequence[str]) -> Sequence[str]:
     names = known if given is None else [name.strip() for name in given.split(",")]
-    for name in names:
-        check_choice(what, name, known)
+    try:
+        for name in names:
+            check_choice(what, name, known)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
     return names
 
 

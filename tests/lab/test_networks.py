@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from lodo.lab import experiments
+from lodo.lab import experiments, plugins
 from lodo.lab.cli import app
 from lodo.lab.experiments.base import Cell
 from lodo.lab.experiments.beyond.networks.base import (
@@ -40,6 +42,7 @@ from lodo.lab.experiments.beyond.networks.standings import (
     STEPS,
     TRAINING,
     VALIDATION,
+    against_metric,
     overall_metric,
     rows,
 )
@@ -61,6 +64,7 @@ from lodo.lab.page.results import read_results
 from lodo.lab.run import Curve, Run, read_metadata
 from lodo.lab.tasks import find_task
 
+EVERYBODY = ("AdamW", "A", "B")
 STEPS_OF_A_TOY = 12
 TOY = ("--tasks", "mlp", "--task", "hidden=(4,), batch=8", "--steps", STEPS_OF_A_TOY, "--data", "digits")
 
@@ -198,7 +202,7 @@ def reports():
 
 
 def test_tables_say_who_is_how_much_lower(reports):
-    found = {(row.metric, row.optimizer, getattr(row, "task", "")): row for row in rows(reports, "AdamW")}
+    found = {(row.metric, row.optimizer, getattr(row, "task", "")): row for row in rows(reports, "AdamW", EVERYBODY)}
     one = found[TRAINING, "B", "one"]
     assert (one.mean, one.difference, one.ratio, one.rank) == (0.75, -0.75, 0.5, 1.0)
     assert one.error == pytest.approx(0.25)
@@ -210,7 +214,7 @@ def test_tables_say_who_is_how_much_lower(reports):
 
 
 def test_diverged_is_shown_and_counts_as_the_worst(reports):
-    found = {(row.metric, row.optimizer, getattr(row, "task", "")): row for row in rows(reports, "AdamW")}
+    found = {(row.metric, row.optimizer, getattr(row, "task", "")): row for row in rows(reports, "AdamW", EVERYBODY)}
     two = found[TRAINING, "B", "two"]
     assert (two.mean, two.diverged, two.ratio, two.rank) == (None, 1, None, 3.0)
     assert two.cells[1] == "1 of 2 diverged"
@@ -221,7 +225,7 @@ def test_diverged_is_shown_and_counts_as_the_worst(reports):
 
 
 def test_who_never_gets_there_is_counted(reports):
-    found = {(row.metric, row.optimizer, getattr(row, "task", "")): row for row in rows(reports, "AdamW")}
+    found = {(row.metric, row.optimizer, getattr(row, "task", "")): row for row in rows(reports, "AdamW", EVERYBODY)}
     never = found[STEPS, "A", "one"]
     assert (never.mean, never.reached, never.cells[1]) == (None, 0, "in 0 of 2 runs")
     assert found[SECONDS, "A", "two"].ratio == pytest.approx(1.0)
@@ -229,8 +233,70 @@ def test_who_never_gets_there_is_counted(reports):
     assert (overall.tasks, overall.of) == (1, 2)
 
 
+def test_the_error_of_a_geometric_mean_comes_from_those_of_its_tasks():
+    """On one task the ratio of the seeds is 0.4 and 0.6, on the other 0.5 on both."""
+
+    def curves(*levels):
+        return [curve(np.full(20, level), seed=seed, validation=np.full(20, 1.0)) for seed, level in enumerate(levels)]
+
+    found = {
+        (row.metric, row.optimizer, getattr(row, "task", "")): row
+        for row in rows(
+            {
+                "one": {"AdamW": curves(1.0, 1.0), "A": curves(0.4, 0.6)},
+                "two": {"AdamW": curves(1.0, 2.0), "A": curves(0.5, 1.0)},
+            },
+            "AdamW",
+            EVERYBODY,
+        )
+    }
+    assert found[TRAINING, "A", "one"].ratio_error == pytest.approx(0.1)
+    assert found[TRAINING, "A", "two"].ratio_error == pytest.approx(0.0)
+    overall = found[overall_metric(TRAINING), "A", ""]
+    assert overall.mean == pytest.approx(0.5)
+    assert overall.error == pytest.approx(0.5 * (0.1 / 0.5) / 2)
+    assert overall.cells[1] == "0.500 ± 0.050"
+    assert found[overall_metric(TRAINING), "AdamW", ""].cells[1] == "1.000"
+
+
+def test_ours_is_compared_with_each_of_the_others():
+    def curves(level):
+        return [curve(np.full(20, level * seed), seed=seed, validation=np.full(20, level)) for seed in (1, 2)]
+
+    reports = {
+        "one": {"AdamW": curves(1.0), "A": curves(4.0), "KronLODO": curves(2.0), "KronLODO untouched": curves(8.0)},
+        "two": {"AdamW": curves(1.0), "KronLODO": curves(0.5)},
+    }
+    found = {
+        (row.metric, row.optimizer): row
+        for row in rows(reports, "AdamW", (*EVERYBODY, "KronLODO"))
+        if isinstance(row, OverallRow)
+    }
+    ours = {name: found[against_metric(TRAINING, "KronLODO"), name] for name in ("AdamW", "A", "KronLODO untouched")}
+    assert [(row.mean, row.tasks) for row in ours.values()] == [(pytest.approx(1.0), 2), (0.5, 1), (0.25, 1)]
+    assert (ours["AdamW"].worst, ours["AdamW"].worst_task) == (2.0, "one")
+    assert found[against_metric(VALIDATION, "KronLODO untouched"), "A"].mean == 2.0
+    assert found[overall_metric(TRAINING), "KronLODO"].rank == 1.5, "what is untouched is not ranked"
+    assert found[overall_metric(TRAINING), "KronLODO untouched"].rank is None
+
+
+def test_losses_that_are_not_positive_have_no_ratio():
+    def curves(level):
+        return [curve(np.full(20, level), seed=seed, validation=np.full(20, level)) for seed in (1, 2)]
+
+    for ours, theirs in ((-0.5, 1.0), (0.5, -1.0), (0.0, 1.0), (0.5, 0.0)):
+        reports = {"one": {"AdamW": curves(theirs), "A": curves(ours)}}
+        found = {(row.metric, row.optimizer): row for row in rows(reports, "AdamW", EVERYBODY)}
+        row = found[TRAINING, "A"]
+        assert (row.mean, row.difference, row.ratio) == (ours, ours - theirs, None)
+        overall = found[overall_metric(TRAINING), "A"]
+        assert (overall.mean, overall.tasks, overall.of, overall.diverged) == (None, 0, 1, 0)
+    falling = curve(-np.arange(1.0, 101.0))
+    assert steps_to(falling, final_loss(falling)) == 100, "a negative loss is reached as well"
+
+
 def test_every_row_can_be_read_again(reports):
-    for row in rows(reports, "AdamW"):
+    for row in rows(reports, "AdamW", EVERYBODY):
         assert read_row(json.loads(json.dumps(vars(row)))) == row
     with pytest.raises(TypeError, match="no kind of row has the fields optimizer"):
         read_row({"optimizer": "A"})
@@ -335,6 +401,16 @@ def test_a_spike_does_not_spoil_the_means_after_it():
         ("[rivals]\nlion = { lr = 1.0, rate = 2.0 }", "a field of lion must be one of"),
         ("[rivals]\nleon = { lr = 1.0 }", "optimizers must be among"),
         ("[tasks]\nmlp = { }", "steps of mlp must be an integer >= 10"),
+        ("[rivals]\nlion = { lr = 1.0, options = { lr = 2.0 } }", "options of lion must not have lr"),
+        ("[rivals]\nlion = 'torch.RAdam'", r"lion must be a table, such as lion = { lr = 0.001 }, got 'torch.RAdam'"),
+        ("[tasks]\nmlp = 20", r"mlp must be a table, such as mlp = { steps = 1000 }, got 20"),
+        ("[rivals]\nlion = { lr = 1.0, extra = 'no' }", "extra of lion must be True or False, got 'no'"),
+        ("[rivals]\nadamw = { lr = 1e-6 }", "a rival must have a name other than adamw and kron_lodo, got 'adamw'"),
+        ("[rivals]\nlion = { lr = 1.0, label = 'AdamW' }", "label of lion must be .* got 'AdamW', .* that of adamw"),
+        ("[rivals]\nlion = { lr = 1.0, label = 'AdamW tuned' }", "got 'AdamW tuned', which is that of tuned AdamW"),
+        ("[rivals]\nlion = { lr = 1.0, label = 'KronLODO untouched' }", "that of KronLODO at its defaults"),
+        ("[rivals]\nmine = { optimizer = 'kron_lodo', lr = 1.0 }", "label of mine must be .* got 'KronLODO'"),
+        ("[rivals]\na = { optimizer = 'adam', lr = 1.0 }\nb = { optimizer = 'adam', lr = 2.0 }", "that of a"),
         ("[tasks]\npit = { steps = 20 }", "task must be one of"),
         ("[opponents]\n", "a section must be one of"),
         ("[quick]\nrivals = ['adamv']\n[rivals]\nlion = { lr = 1.0 }", "a rival of quick must be one of .*'adamw'"),
@@ -357,6 +433,7 @@ def test_a_bad_file_is_explained(text, said, tmp_path):
         (["bowl", "--tasks", "mlp"], "tasks must be left out"),
         (["bowl", "--rivals", "x.toml"], "rivals must be left out"),
         (["networks", "--tasks", "mpl"], "did you mean 'mlp'?"),
+        (["networks", "--tasks", "bowl"], "steps must be given for bowl, which has no line in networks.toml"),
         (["networks", "--tasks", "mlp, mlp"], "tasks must be named once each"),
         (
             ["networks", "--optimizers", "sopa"],
@@ -404,6 +481,53 @@ def test_tuning_in_two_stages_stops_and_resumes(tmp_path):
     command = run_command(stored.experiment, stored.request, part, stored.results)
     assert command.startswith("lodo run networks --quick --tasks mlp --steps 12")
     assert "--data digits" in command
+
+
+def test_the_command_on_the_page_repeats_what_was_run(tmp_path):
+    """With a file of rivals and tasks, some of both, lengths of their own, and the text that needs no files."""
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "[rivals]\nmine = { optimizer = 'torch.RAdam', label = 'Mine', lr = 0.002 }\n"
+        "other = { optimizer = 'torch.NAdam', lr = 0.002 }\n"
+        "[tasks]\nshort = { task = 'rosenbrock', steps = 20 }\n"
+        "tiny = { task = 'gru', steps = 10, options = { batch = 2, windows = 2 } }\n"
+        "long = { task = 'rosenbrock', steps = 30 }"
+    )
+    out = tmp_path / "results"
+    words = ("run", "networks", "--quick", "--tasks", "short, tiny", "--seeds", 1, "--optimizers", "mine, sgd")
+    words += ("--rivals", path, "--data", "digits")
+    invoke(*words, "--workers", 0, "--out", out)
+    runs = sorted(found.name for found in (out / "runs").glob("*.parquet"))
+    stored = read_results(experiments.load("networks"), out)
+    command = shlex.split(run_command(stored.experiment, stored.request, out, stored.results))
+    assert command[-4:] == ["--data", "digits", "--out", str(out)]
+    assert "--steps" not in command
+    other = tmp_path / "again"
+    invoke(*command[1:-1], other, "--workers", 0)
+    assert sorted(found.name for found in (other / "runs").glob("*.parquet")) == runs
+
+
+def test_the_page_needs_no_module_for_what_is_stored(tmp_path, monkeypatch):
+    """Without the module of a task of one's own, the page has the table, and everything else."""
+    module = tmp_path / "valleys.py"
+    module.write_text(
+        "import torch\n"
+        "def Valley():\n"
+        "    x = torch.nn.Parameter(torch.ones(2))\n"
+        "    return lambda: x.square().sum(), [x]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    out = tmp_path / "results"
+    words = ("run", "networks", "--quick", "--tasks", "valleys:Valley", "--steps", 10, "--seeds", 1)
+    invoke(*words, "--optimizers", "adamw", "--workers", 0, "--out", out)
+    module.unlink()
+    plugins._forget("valleys")
+    importlib.invalidate_caches()
+    stored = read_results(experiments.load("networks"), out)
+    assert not stored.results
+    assert {row.optimizer for row in stored.rows} == {"AdamW"}
+    invoke("report", out, "--page", tmp_path / "page.html")
+    assert "settings that were chosen on the tuning seed" in (tmp_path / "page.html").read_text()
 
 
 def settings_of(out):

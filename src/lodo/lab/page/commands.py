@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lodo.lab.data import DIGITS_DIGEST
+from lodo.lab.data import DIGITS_DIGEST, load_library
 from lodo.lab.experiments.base import Experiment, Request, Results
+from lodo.lab.tasks import find_task
 from lodo.lab.tuning import CONFIRM
 from lodo.spelling import spell_options
 
@@ -36,9 +37,18 @@ def run_command(experiment: Experiment, request: Request | None, out: Path, resu
             words += ["--task", spell_options(options)]
         if request.hyperparameters:
             words += ["--hyperparameters", request.hyperparameters]
-    digests = {curve.run.task_options.get("digest") for curves in results.values() for curve in curves}
-    words += ["--data", "digits"] if digests == {DIGITS_DIGEST} else []
+    words += ["--data", "digits"] if _needs_no_files(results) else []
     return quoted([*words, *out_words(out)])
+
+
+def _needs_no_files(results: Results) -> bool:
+    """Whether all data of the runs was what ``--data digits`` stands for."""
+    runs = [curve.run for curves in results.values() for curve in curves]
+    used = {(run.task, run.task_options["digest"]) for run in runs if run.task_options.get("digest")}
+    return bool(used) and all(
+        digest == (load_library().digest if find_task(task).dataset == "text" else DIGITS_DIGEST)
+        for task, digest in used
+    )
 
 
 def theory_command(name: str, settings: Mapping[str, Any], out: Path) -> str:

@@ -53,8 +53,13 @@ def read_results(experiment: Experiment, folder: Path) -> StoredResults:
     summary = read_summary(folder / experiment.name / "summary.json")
     asked = None if summary is None else read_request(summary.get("settings"))
     usual = [experiment.request(), experiment.request(quick=True)]
+    missing: Sequence[Run] = ()
     for request in [asked] if asked else usual:
-        results, missing = _curves(experiment, request, folder / "runs")
+        try:
+            results, missing = _curves(experiment, request, folder / "runs")
+        except ValueError as error:  # a module of one's own that is not in this folder
+            log.warning("of %s, only the stored table is shown: %s", experiment.name, error)
+            continue
         if results:
             return StoredResults(experiment, request, results, experiment.rows(request, results), missing)
     if summary is None or asked is None:

@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lodo._checks import check_choice, check_int, check_real
 from lodo.lab import data
 from lodo.lab.experiments.base import Cell, Experiment, Plan, Request, Results
-from lodo.lab.experiments.beyond.networks.entries import Entries, Workload, own_entries, read_entries
+from lodo.lab.experiments.beyond.networks.entries import REFERENCE, Entries, Workload, own_entries, read_entries
 from lodo.lab.experiments.beyond.networks.metrics import final_loss
 from lodo.lab.experiments.beyond.networks.rows import TaskRow, read_row
 from lodo.lab.experiments.beyond.networks.trials import (
@@ -34,8 +34,6 @@ from lodo.spelling import spell_options
 TUNING_SEED = 0  # the seeds after it report
 RATES, FEW_RATES = 5, 3  # of the grid, at full size and with --quick
 MEASUREMENTS = 20  # of the validation loss, in a run
-REFERENCE = "AdamW"  # everything is compared with it
-OURS = "KronLODO"
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class NetworksExperiment(Experiment):
     optimizers = ", ".join(own_entries().usual_rivals)
     row = TaskRow
     track: str
+    adds_reference: ClassVar[bool] = False  # AdamW is always among the optimizers
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(entry)
@@ -119,18 +118,18 @@ class NetworksExperiment(Experiment):
             None,
             None,
             size.seeds if seeds is None else seeds,
-            tuple(self.with_reference(chosen)),
+            tuple(self._with_reference(chosen) if self.adds_reference else chosen),
             dict(task_options or {}),
             options={
                 "quick": quick,
                 "tasks": {name: asdict(load) for name, load in self.find_workloads(tasks, quick, evaluations).items()},
                 "names": {choice.label: name for name, choice in self.named.items()},
                 "rivals": self.rivals_file,
+                "steps": evaluations,
             },
         )
 
-    def with_reference(self, chosen: list[Choice]) -> list[Choice]:
-        """The optimizers with AdamW, without which nothing can be compared."""
+    def _with_reference(self, chosen: list[Choice]) -> list[Choice]:
         return chosen if REFERENCE in [choice.label for choice in chosen] else [self.named["adamw"], *chosen]
 
     def find_workloads(self, tasks: str | None, quick: bool, steps: int | None) -> dict[str, Workload]:
@@ -145,7 +144,9 @@ class NetworksExperiment(Experiment):
         known = {**entries.tasks, **usual}
         made = {}
         for name in names:
-            if name not in known and steps is not None and (is_plugin(name) or name in TASKS):
+            if name not in known and (is_plugin(name) or name in TASKS):
+                if steps is None:
+                    raise ValueError(f"steps must be given for {name}, which has no line in networks.toml, got None")
                 made[name] = Workload(name, steps)
                 continue
             check_choice("tasks", name, known)
@@ -232,13 +233,11 @@ class NetworksExperiment(Experiment):
         words = ["--quick"] if quick else []
         if list(loads) != list(workloads(usual)):
             words += ["--tasks", ", ".join(loads)]
-        lengths = {load.steps for load in loads.values()}
-        known = {**self.entries.tasks, **workloads(usual)}
-        if any(name not in known or load.steps != known[name].steps for name, load in loads.items()):
-            words += ["--steps", str(max(lengths))]
+        if request.options.get("steps") is not None:
+            words += ["--steps", str(request.options["steps"])]
         if request.seeds != usual.seeds:
             words += ["--seeds", str(request.seeds)]
-        if request.choices != usual.choices and not request.options.get("rivals"):
+        if request.choices != usual.choices:
             words += ["--optimizers", ", ".join(self.spell(choice, names) for choice in request.choices)]
         if request.options.get("rivals"):
             words += ["--rivals", request.options["rivals"]]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lodo._checks import check_choice, check_int, check_real
+from lodo._checks import check_bool, check_choice, check_int, check_real
 from lodo.lab.optimizers import Choice, resolve
 from lodo.lab.settings import read_settings
 from lodo.lab.tasks import check_task
 
 _RIVAL = ("optimizer", "label", "lr", "options", "extra")
 _TASK = ("task", "steps", "options", "extra", "tuning_steps", "quick", "quick_options")
+
+REFERENCE, OURS = "AdamW", "KronLODO"  # what everything is compared with, and what is also shown untouched
+TUNED, UNTOUCHED = f"{REFERENCE} tuned", f"{OURS} untouched"
+_FIXED = ("adamw", "kron_lodo")  # their names in networks.toml
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def read_entries(path: Path) -> Entries:
         for name in entries.small_rivals:
             check_choice("a rival of quick", name, {**own_entries().rivals, **entries.rivals})
         rivals = {name: replace(choice, optimizer=resolve(choice.optimizer)) for name, choice in entries.rivals.items()}
+        _check_labels(rivals)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"rivals must be a TOML file written like networks.toml, got {str(path)!r}: {error}"
@@ -98,6 +103,21 @@ def read_entries(path: Path) -> Entries:
     if not entries.rivals and not entries.tasks:
         raise ValueError(f"rivals must be a file with optimizers or tasks, got {str(path)!r}, which has none")
     return replace(entries, rivals=rivals)
+
+
+def _check_labels(rivals: Mapping[str, Choice]) -> None:
+    """Refuse optimizers of a file that would stand where another one is expected: results are found by their labels."""
+    taken = {TUNED: "tuned AdamW", UNTOUCHED: "KronLODO at its defaults"}
+    taken |= {choice.label: name for name, choice in own_entries().rivals.items() if name not in rivals}
+    for name, choice in rivals.items():
+        if name in _FIXED:
+            raise ValueError(f"a rival must have a name other than {' and '.join(_FIXED)}, got {name!r}")
+        if choice.label in taken:
+            raise ValueError(
+                f"label of {name} must be one that no other optimizer has, got {choice.label!r}, "
+                f"which is that of {taken[choice.label]}"
+            )
+        taken[choice.label] = name
 
 
 def make_entries(found: Mapping[str, Any]) -> Entries:
@@ -109,9 +129,9 @@ def make_entries(found: Mapping[str, Any]) -> Entries:
     for section in found:
         check_choice("a section", section, ("rivals", "tasks", "quick"))
     rivals, tasks = found.get("rivals", {}), found.get("tasks", {})
-    for name, fields in tasks.items():
-        for each in fields:
-            check_choice(f"a field of {name}", each, _TASK)
+    for lines, known, example in ((rivals, _RIVAL, "lr = 0.001"), (tasks, _TASK, "steps = 1000")):
+        for name, fields in lines.items():
+            _check_line(name, fields, known, example)
     return Entries(
         {name.lower(): _rival(name, fields) for name, fields in rivals.items()},
         {name: _workload(name, fields, "steps") for name, fields in tasks.items()},
@@ -122,17 +142,25 @@ def make_entries(found: Mapping[str, Any]) -> Entries:
     )
 
 
-def _rival(name: str, fields: Mapping[str, Any]) -> Choice:
+def _check_line(name: str, fields: Any, known: Sequence[str], example: str) -> None:
+    if not isinstance(fields, dict):
+        raise ValueError(f"{name} must be a table, such as {name} = {{ {example} }}, got {fields!r}")
     for each in fields:
-        check_choice(f"a field of {name}", each, _RIVAL)
+        check_choice(f"a field of {name}", each, known)
+    check_bool(f"extra of {name}", fields.get("extra", False))
+
+
+def _rival(name: str, fields: Mapping[str, Any]) -> Choice:
     check_real(f"lr of {name}", fields.get("lr"), low=0.0, open_low=True)
+    if "lr" in fields.get("options", {}):
+        raise ValueError(f"options of {name} must not have lr, which is a field of its own, got {fields['options']}")
     optimizer = fields.get("optimizer", name)
     return Choice(optimizer, title=fields.get("label"), settings={"lr": fields["lr"], **fields.get("options", {})})
 
 
-def _workload(name: str, fields: Mapping[str, Any], length: str) -> Workload:
-    options = {**fields.get("options", {}), **(fields.get("quick_options", {}) if length == "quick" else {})}
-    check_int(f"{length} of {name}", fields.get(length), low=10)
-    return Workload(
-        fields.get("task", name), fields[length], options, fields.get("tuning_steps") if length == "steps" else None
-    )
+def _workload(name: str, fields: Mapping[str, Any], key: str) -> Workload:
+    """A task; ``key`` is the field with the length of its runs, which says whether this is the small size."""
+    small = key == "quick"
+    options = {**fields.get("options", {}), **(fields.get("quick_options", {}) if small else {})}
+    check_int(f"{key} of {name}", fields.get(key), low=10)
+    return Workload(fields.get("task", name), fields[key], options, None if small else fields.get("tuning_steps"))

@@ -38,7 +38,7 @@ def steps_to(curve: Curve, target: float) -> int | None:
     if curve.diverged or not math.isfinite(target):
         return None
     smooth = trailing_means(curve["loss"], _window(curve))
-    there = np.flatnonzero(smooth <= target * (1 + 1e-12))
+    there = np.flatnonzero(smooth <= target + 1e-12 * abs(target))
     return int(there[0]) + _window(curve) if len(there) else None
 
 
@@ -92,6 +92,21 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     if not differences or not all(map(math.isfinite, differences)):
         return None
     return estimate(differences)
+
+
+def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
+    """The ratio of the means on the seeds that both have; None if there is none, or if a mean is not positive.
+
+    >>> paired_ratio({1: 1.0, 2: 2.0}, {1: 2.0, 2: 4.0, 3: 9.0}), paired_ratio({1: 1.0}, {1: -1.0})
+    (Estimate(mean=0.5, error=0.0), None)
+    """
+    seeds = [seed for seed in ours if seed in theirs]
+    above, below = ([each[seed] for seed in seeds] for each in (ours, theirs))
+    if not seeds or not 0 < mean(above) < math.inf or not 0 < mean(below) < math.inf:
+        return None
+    ratio = mean(above) / mean(below)
+    error = estimate([a - ratio * b for a, b in zip(above, below, strict=True)]).error  # to first order
+    return Estimate(ratio, None if error is None else error / mean(below))
 
 
 def ranks(values: Mapping[str, float]) -> dict[str, float]:

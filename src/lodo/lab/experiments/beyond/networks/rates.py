@@ -10,20 +10,17 @@ from typing import Any
 
 from lodo.lab.experiments.base import Plan, Request, Results
 from lodo.lab.experiments.beyond.networks.base import (
-    OURS,
-    REFERENCE,
     Entrant,
     NetworksExperiment,
     entrants,
     tuning_cell,
     workloads,
 )
-from lodo.lab.experiments.beyond.networks.entries import Workload
+from lodo.lab.experiments.beyond.networks.entries import OURS, REFERENCE, Workload
 from lodo.lab.experiments.beyond.networks.figures import rate_figure
 from lodo.lab.experiments.beyond.networks.metrics import final_loss
 from lodo.lab.experiments.beyond.networks.rows import RateRow, WidthRow
 from lodo.lab.experiments.beyond.networks.trials import CONSTANT, Trial, powers, rate, width_in_decades
-from lodo.lab.optimizers import Choice
 from lodo.lab.show.plots import Figure
 from lodo.lab.show.tables import Row
 
@@ -39,9 +36,6 @@ class RatesTrack(NetworksExperiment):
     """Every optimizer over four decades of constant rates, on the tuning seed."""
 
     track = "rates"
-
-    def with_reference(self, chosen: list[Choice]) -> list[Choice]:
-        return chosen
 
     def request(self, **given: Any) -> Request:
         """A request; there is one seed, that of tuning."""

@@ -39,7 +39,8 @@ def with_error(value: float | None, error: float | None, sign: str = "") -> str:
 class TaskRow(Row):
     """A quantity of an optimizer on a task: mean and standard error over seeds, and what it is beside AdamW's.
 
-    ``reached`` is the number of seeds that got to AdamW's loss, where the quantity is the way to it.
+    ``ratio_error`` is the standard error of the ratio of the means. ``reached`` is the number of seeds that got to
+    AdamW's loss, where the quantity is the way to it.
     """
 
     columns: ClassVar[tuple[str, ...]] = ("optimizer", "mean ± s.e.", "minus AdamW's", "ratio", "rank")
@@ -49,6 +50,7 @@ class TaskRow(Row):
     difference: float | None = None
     difference_error: float | None = None
     ratio: float | None = None
+    ratio_error: float | None = None
     rank: float | None = None
     reached: int | None = None
 
@@ -70,13 +72,14 @@ class TaskRow(Row):
 
 @dataclass(frozen=True)
 class OverallRow(Row):
-    """Ratios to tuned AdamW over all tasks: their geometric mean, the worst task, the mean rank.
+    """Ratios over all tasks: their geometric mean and its standard error, the worst task, the mean rank.
 
     ``mean`` is None if a run of any task diverged. ``tasks`` is the number of tasks that count, ``of`` that of all.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ("optimizer", "geometric mean", "worst task", "tasks", "mean rank")
+    columns: ClassVar[tuple[str, ...]] = ("optimizer", "geometric mean ± s.e.", "worst task", "tasks", "mean rank")
 
+    error: float | None = None
     worst: float | None = None
     worst_task: str = ""
     tasks: int = 0
@@ -86,6 +89,7 @@ class OverallRow(Row):
     @property
     def cells(self) -> tuple[str, ...]:
         mean = "diverged" if self.diverged else "" if self.mean is None else f"{self.mean:.3f}"
+        mean += f" ± {self.error:.3f}" if mean and self.error else ""
         worst = "diverged" if self.diverged else "" if self.worst is None else f"{self.worst:.3f}"
         rank = "" if self.rank is None else f"{self.rank:.1f}"
         return self.optimizer, mean, f"{worst} {self.worst_task}".strip(), f"{self.tasks}/{self.of}", rank

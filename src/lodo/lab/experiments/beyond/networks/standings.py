@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from statistics import mean, stdev
 
 from lodo.lab.experiments.base import step_time
+from lodo.lab.experiments.beyond.networks.entries import OURS, UNTOUCHED
 from lodo.lab.experiments.beyond.networks.metrics import (
     best_validation,
     estimate,
     final_loss,
     mean_ratio,
     paired_difference,
+    paired_ratio,
     ranks,
     seconds_to,
     steps_to,
@@ -57,8 +60,16 @@ def ways(reports: Reports, reference: str, way: Callable[[Curve, float], float |
     return found
 
 
-def rows(reports: Reports, reference: str) -> list[Row]:
-    """All tables: over all tasks, costs, and task by task."""
+def against_metric(metric: str, ours: str) -> str:
+    """The heading of the table that compares one of ours with each of the others."""
+    return f"{metric}, {ours}'s over that of each of the others, over all tasks"
+
+
+def rows(reports: Reports, reference: str, ranked: Collection[str]) -> list[Row]:
+    """All tables: over all tasks, ours beside each of the others, costs, and task by task.
+
+    Only the optimizers in ``ranked`` have ranks.
+    """
     every: dict[str, Values] = {
         TRAINING: losses(reports, final_loss),
         VALIDATION: losses(reports, best_validation),
@@ -66,14 +77,32 @@ def rows(reports: Reports, reference: str) -> list[Row]:
         SECONDS: ways(reports, reference, seconds_to),
     }
     by_task = {
-        metric: task_rows(metric, values, reference, to_target=metric in (STEPS, SECONDS))
+        metric: task_rows(metric, values, reference, ranked, to_target=metric in (STEPS, SECONDS))
         for metric, values in every.items()
     }
-    overall = [row for metric, found in by_task.items() for row in overall_rows(metric, found)]
-    return [*overall, *cost_rows(reports, reference), *(row for found in by_task.values() for row in found)]
+    overall = [row for metric, found in by_task.items() for row in overall_rows(overall_metric(metric), found)]
+    against = [
+        row for ours in (OURS, UNTOUCHED) for what in (TRAINING, VALIDATION) for row in rows_of(ours, what, every[what])
+    ]
+    by_task_rows = (row for found in by_task.values() for row in found)
+    return [*overall, *against, *cost_rows(reports, reference), *by_task_rows]
 
 
-def task_rows(metric: str, values: Values, reference: str, *, to_target: bool = False) -> list[TaskRow]:
+def rows_of(ours: str, metric: str, values: Values) -> list[OverallRow]:
+    """Ratios of our quantity to that of each of the others, on the tasks that both have."""
+    labels = dict.fromkeys(label for by_label in values.values() for label in by_label if label != ours)
+    made = []
+    for label in labels:
+        both = {task: {name: each[name] for name in (ours, label)} for task, each in values.items()
+                if ours in each and label in each}  # fmt: skip
+        found = [row for row in task_rows(metric, both, label) if row.optimizer == ours]
+        made += [replace(row, optimizer=label) for row in overall_rows(against_metric(metric, ours), found)]
+    return sorted(made, key=lambda row: math.inf if row.mean is None else -row.mean)
+
+
+def task_rows(
+    metric: str, values: Values, reference: str, ranked: Collection[str] = (), *, to_target: bool = False
+) -> list[TaskRow]:
     """The rows of one quantity, task by task.
 
     A value of None was not measured or, with ``to_target``, never got there.
@@ -81,7 +110,8 @@ def task_rows(metric: str, values: Values, reference: str, *, to_target: bool = 
     found = []
     for task, by_label in values.items():
         means = {label: _mean(per_seed) for label, per_seed in by_label.items()}
-        places = {} if to_target else ranks({label: value for label, value in means.items() if value is not None})
+        there = {label: value for label, value in means.items() if value is not None and label in ranked}
+        places = {} if to_target else ranks(there)
         theirs = by_label.get(reference, {})
         for label, per_seed in by_label.items():
             found.append(_task_row(metric, task, label, per_seed, theirs, places.get(label), to_target))
@@ -103,8 +133,7 @@ def _task_row(
     finite = math.isfinite(middle)
     base = {seed: value for seed, value in theirs.items() if value is not None}
     difference = paired_difference(there, base) if finite else None
-    common = [seed for seed in there if seed in base]
-    below = mean(base[seed] for seed in common) if common else math.inf
+    ratio = paired_ratio(there, base) if finite else None
     return TaskRow(
         label,
         metric,
@@ -116,7 +145,8 @@ def _task_row(
         error=error,
         difference=difference.mean if difference else None,
         difference_error=difference.error if difference else None,
-        ratio=mean(there[seed] for seed in common) / below if finite and 0 < below < math.inf else None,
+        ratio=ratio.mean if ratio else None,
+        ratio_error=ratio.error if ratio else None,
         rank=rank,
         reached=len(there) if to_target else None,
     )
@@ -129,7 +159,7 @@ def _mean(per_seed: Mapping[int, float | None]) -> float | None:
     return estimate(there).mean if there and len(there) == len(values) else None
 
 
-def overall_rows(metric: str, found: Sequence[TaskRow]) -> list[OverallRow]:
+def overall_rows(heading: str, found: Sequence[TaskRow]) -> list[OverallRow]:
     """One quantity over all tasks, the lowest geometric mean first."""
     tasks = list(dict.fromkeys(row.task for row in found))
     made = []
@@ -137,16 +167,19 @@ def overall_rows(metric: str, found: Sequence[TaskRow]) -> list[OverallRow]:
         own = [row for row in found if row.optimizer == label]
         lost = [row for row in own if row.diverged and row.reached is None]
         ratios = {row.task: row.ratio for row in own if row.ratio is not None}
+        middle = mean_ratio(ratios.values()) if ratios and not lost else None
+        relative = [row.ratio_error / row.ratio for row in own if row.ratio and row.ratio_error is not None]
         places = [row.rank for row in own if row.rank is not None]
         worst = lost[0].task if lost else max(ratios, key=lambda task: ratios[task], default="")
         made.append(
             OverallRow(
                 label,
-                overall_metric(metric),
-                mean_ratio(ratios.values()) if ratios and not lost else None,
+                heading,
+                middle,
                 None,
                 max((row.seeds for row in own), default=0),
                 len(lost),
+                error=middle * math.hypot(*relative) / len(ratios) if middle and len(relative) == len(ratios) else None,
                 worst=None if lost else ratios.get(worst),
                 worst_task=worst,
                 tasks=len(ratios),

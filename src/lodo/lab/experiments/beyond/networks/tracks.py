@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from lodo.lab.experiments.base import Plan, Request, Results
 from lodo.lab.experiments.beyond.networks.base import (
-    OURS,
-    REFERENCE,
     Entrant,
     NetworksExperiment,
     entrants,
@@ -18,16 +16,15 @@ from lodo.lab.experiments.beyond.networks.base import (
     tried,
     workloads,
 )
+from lodo.lab.experiments.beyond.networks.entries import OURS, REFERENCE, TUNED, UNTOUCHED
 from lodo.lab.experiments.beyond.networks.figures import curve_figure, ratio_figure
 from lodo.lab.experiments.beyond.networks.rows import OverallRow, SettingRow
 from lodo.lab.experiments.beyond.networks.standings import TRAINING, VALIDATION, Reports, overall_metric, rows
 from lodo.lab.experiments.beyond.networks.trials import CONSTANT, Trial, best, edge, grid, rate
-from lodo.lab.optimizers import Choice
 from lodo.lab.show.plots import Figure
 from lodo.lab.show.tables import Row
 
 SETTINGS = "settings that were chosen on the tuning seed"
-TUNED = f"{REFERENCE} tuned"  # the name of the reference where the others are untouched
 
 
 class TunedTrack(NetworksExperiment):
@@ -35,6 +32,7 @@ class TunedTrack(NetworksExperiment):
 
     track = "tuned"
     reference = REFERENCE
+    adds_reference = True
 
     def tuned(self, request: Request) -> list[Entrant]:
         """The optimizers that are tuned."""
@@ -42,7 +40,7 @@ class TunedTrack(NetworksExperiment):
 
     def untouched(self, request: Request) -> list[Entrant]:
         """The optimizers that are shown at their library's defaults: ours, beside itself tuned."""
-        return [Entrant(f"{OURS} untouched", each.choice) for each in entrants(request) if each.label == OURS]
+        return [Entrant(UNTOUCHED, each.choice) for each in entrants(request) if each.label == OURS]
 
     def reporting(self, request: Request) -> list[Entrant]:
         """The optimizers whose results are shown."""
@@ -75,7 +73,8 @@ class TunedTrack(NetworksExperiment):
 
     def rows(self, request: Request, results: Results) -> list[Row]:
         reports = {name: found for name, found in self.reports(request, results).items() if found}
-        return [*(rows(reports, self.reference) if reports else []), *self._setting_rows(request, results)]
+        ranked = [entrant.label for entrant in entrants(request)]
+        return [*(rows(reports, self.reference, ranked) if reports else []), *self._setting_rows(request, results)]
 
     def _setting_rows(self, request: Request, results: Results) -> list[SettingRow]:
         found = []
@@ -132,7 +131,7 @@ class TunedTrack(NetworksExperiment):
             above = f"{self.reference} itself is lowest; of the others, " if found[lowest] > 1 else ""
             parts.append(", ".join([f"{name} {above}{lowest} is lowest with {found[lowest]:.3f}", *ours]))
         if not parts:
-            return "Nothing to compare: no optimizer but the reference has finished without diverging."
+            return f"Nothing to compare: no optimizer but {self.reference} has a ratio on every task."
         return f"Geometric means of the losses over tuned AdamW's: {'; '.join(parts)}."
 
     def notes(self, request: Request, results: Results) -> list[str]:
@@ -145,26 +144,26 @@ class TunedTrack(NetworksExperiment):
                 for name, load in workloads(request).items()
                 if load.tuning_steps is not None
             ),
-            "A seed draws the same first weights and the same batches for all optimizers. Differences to AdamW are "
-            "taken seed by seed; s.e. is the standard error of the mean.",
+            "A seed draws the same first weights and the same batches for all optimizers. Differences and ratios are "
+            "taken seed by seed; s.e. is their standard error, that of a geometric mean from those of its tasks.",
             "Steps and seconds are counted until the mean training loss over a tenth of the run's steps is as low as "
             "AdamW's at its end on the same seed. Seconds are processor time on one thread, without the first "
             "step and without measurements. On a machine whose speed changes from hour to hour, those of runs that are "
             "hours apart do not compare.",
-            "A run whose loss became infinite or NaN has diverged, and counts as the worst. Schedule-free is validated "
-            "at its average, and its training loss is that of the point where it trains.",
+            "A run whose loss became infinite or NaN has diverged, and counts as the worst. Losses that are not "
+            "positive have no ratio. Schedule-free is validated at its average, and its training loss is that of the "
+            "point where it trains.",
             *about_processors(self.reports(request, results)),
         ]
 
     def _about_settings(self, request: Request) -> list[str]:
         number = grid_size(request)
         return [
-            f"Each optimizer had {2 * number} trials a task on seed 0, which is used for nothing else: {number} rates "
-            "around the library's default, sqrt(10) apart, each constant and with a warm-up over a twentieth of the "
-            "run and a cosine to zero. The lowest training loss over the last 10 % was chosen. Where it was at the "
-            "edge of the rates, up to 3 more were tried.",
-            *(f"{each.label} has its default setting and no schedule." for each in self.untouched(request)),
-            "To compare two optimizers with each other, divide their means.",
+            f"Each optimizer had {2 * number} trials per task on seed 0, which is not among those that report: "
+            f"{number} rates around the library's default, sqrt(10) apart, each constant and with a warm-up over a "
+            "twentieth of the run and a cosine to zero. The lowest training loss over the last 10 % was chosen. Where "
+            "it was at the edge of the rates, up to 3 more were tried.",
+            *(f"{each.label} has its default setting, no schedule and no rank." for each in self.untouched(request)),
         ]
 
     def about(self, request: Request) -> str:
@@ -176,9 +175,7 @@ class UntouchedTrack(TunedTrack):
 
     track = "untouched"
     reference = TUNED
-
-    def with_reference(self, chosen: list[Choice]) -> list[Choice]:
-        return chosen
+    adds_reference = False
 
     def tuned(self, request: Request) -> list[Entrant]:
         return [Entrant(TUNED, replace(self.named["adamw"], title=TUNED))]
@@ -189,8 +186,9 @@ class UntouchedTrack(TunedTrack):
     def _about_settings(self, request: Request) -> list[str]:
         number = grid_size(request)
         return [
-            "Each optimizer has one setting for all tasks, its library's defaults without a schedule. AdamW tuned is "
-            f"the best of at least {2 * number} trials a task on another seed, as in the track 'tuned'.",
+            "Each optimizer has one setting for all tasks, without a schedule: its library's defaults, except where "
+            f"networks.toml says otherwise. AdamW tuned is the best of at least {2 * number} trials per task on "
+            "another seed, as in the track 'tuned', and has no rank.",
         ]
 
     def about(self, request: Request) -> str:
