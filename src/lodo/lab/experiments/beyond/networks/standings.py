@@ -62,7 +62,7 @@ def ways(reports: Reports, reference: str, way: Callable[[Curve, float], float |
 
 def against_metric(metric: str, ours: str) -> str:
     """The heading of the table that compares one of ours with each of the others."""
-    return f"{metric}, {ours}'s over that of each of the others, over all tasks"
+    return f"{metric}, {ours} over each of the others"
 
 
 def rows(reports: Reports, reference: str, ranked: Collection[str]) -> list[Row]:
