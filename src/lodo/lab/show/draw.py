@@ -49,6 +49,7 @@ _SYMBOLS: dict[str, dict[str, Any]] = {
 _TITLE, _CAPTION, _LEGEND = 10, 13, 16  # letters in an inch
 _HANDLE = 8  # the width of a legend's piece of line, in letters
 _INSIDE = 6  # labels that fit into a plot; a longer legend stands beside it
+_LONG = 10_000  # numbers from here on are so long that an axis has room for few of them
 _COLORS = "RdBu_r"
 
 
@@ -185,10 +186,12 @@ def _set_scale(axes: Axes, which: str, axis: Axis) -> None:
         if which == "y":
             axes.tick_params(axis="y", labelsize="small")
             axes.grid(visible=False, axis="y")
-    elif axis.whole:
-        drawn.set_major_locator(MaxNLocator(integer=True))
     elif axis.log:
         _set_plain_ticks(drawn)
+    elif which == "x" and max(drawn.get_view_interval()) > _LONG:
+        drawn.set_major_locator(MaxNLocator(5, integer=axis.whole))
+    elif axis.whole:
+        drawn.set_major_locator(MaxNLocator(integer=True))
 
 
 def _set_plain_ticks(drawn: matplotlib.axis.Axis) -> None:

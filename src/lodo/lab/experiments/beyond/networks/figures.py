@@ -16,6 +16,7 @@ from lodo.lab.show.tables import Row
 
 _LOOKS = {
     "KronLODO": Style(BLUE, width=2.0),
+    "KronLODO untouched": Style("#332288", (2, 2), width=1.4),
     "AdamW": Style(BLACK, width=1.6),
     "AdamW tuned": Style(BLACK, width=1.6),
     "SOAP": Style(ORANGE),
@@ -29,7 +30,7 @@ _LOOKS = {
 }
 _SMALL = (4.4, 3.1)
 _THIN = 1.5  # wider lines have a band for the spread over seeds
-_SPARE = ("#117733", "#332288", "#999933", "#aa4499", "#661100")
+_SPARE = ("#117733", "#999933", "#aa4499", "#661100")
 
 
 def looks(labels: Iterable[str]) -> dict[str, Style]:
