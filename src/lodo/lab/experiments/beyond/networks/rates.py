@@ -87,7 +87,8 @@ class RatesTrack(NetworksExperiment):
         widest = max(medians, key=lambda label: medians[label])
         shown = [label for label in dict.fromkeys((OURS, REFERENCE, widest)) if label in medians]
         said = ", ".join(f"{label} {medians[label]:.2f}" for label in shown)
-        return f"Decades of rates within 5 % of the best, median over tasks: {said}; {widest} has the most."
+        most = f"; {widest} has the most" if len(medians) > 1 else ""
+        return f"Decades of rates within 5 % of the best, median over tasks: {said}{most}."
 
     def notes(self, request: Request, results: Results) -> list[str]:
         return [
