@@ -20,6 +20,7 @@ import lodo.lab
 from lodo import LODO
 from lodo.lab import cli
 from lodo.lab.comparison import LOSS, TIME, Comparison
+from lodo.lab.experiments.beyond.networks.entries import own_entries
 from lodo.lab.optimizers import OPTIMIZERS
 from lodo.lab.page.report import section_readers
 from lodo.lab.page.results import read_results
@@ -292,6 +293,23 @@ def test_the_command_writes_a_page_and_is_on_it(tmp_path):
     assert shlex.split(shown) == ["lodo", *map(str, words), "--out", str(out)]
     summary = json.loads((out / "compare-rosenbrock" / "summary.json").read_text())
     assert [row["optimizer"] for row in summary["rows"] if row["metric"] == LOSS] == ["LODO", "torch.SGD (lr=0.01)"]
+
+
+@pytest.mark.parametrize(("task", "said"), [("gru", True), ("rosenbrock", False)])
+def test_optimizers_of_the_networks_go_by_their_names_on_their_tasks(task, said):
+    comparison = Comparison(task)
+    if not said:
+        with pytest.raises(ValueError, match="unknown optimizer 'psgd'"):
+            comparison.parse("psgd")
+        return
+    every = ", ".join(own_entries().rivals)
+    chosen = {choice.label: choice for choice in comparison.parse(f"{every}, muon(lr=0.1)")}
+    assert len(chosen) == len(own_entries().rivals) + 1
+    assert chosen["PSGD-Kron"].settings == {"lr": 0.001}
+    assert chosen["SGD momentum"].settings == {"lr": 0.001, "momentum": 0.9}
+    assert chosen["Muon (lr=0.1)"].optimizer == "muon_adamw"
+    assert chosen["KronLODO"].settings is None, "the laboratory's own name keeps its meaning"
+    assert comparison.spell(chosen["Muon (lr=0.1)"]) == "muon(lr=0.1)"
 
 
 def test_a_rival_whose_sigma_was_not_measured_is_healthy(tmp_path):

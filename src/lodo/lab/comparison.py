@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lodo._checks import check_int
 from lodo.lab.experiments import load
 from lodo.lab.experiments.base import Experiment, Plan, Request, Results, by_label, digest_of, step_time, tail
+from lodo.lab.experiments.beyond.networks.entries import own_entries
 from lodo.lab.experiments.catalog import COMPARED, COMPARED_QUICKLY, Entry
 from lodo.lab.experiments.paper.bowl import last
 from lodo.lab.experiments.paper.rosenbrock import trajectories
@@ -96,6 +97,14 @@ class Comparison(Experiment):
                 quick=COMPARED_QUICKLY,
             )
         )
+
+    @property
+    def named(self) -> Mapping[str, Choice]:
+        """On the tasks of `lodo run networks`, its optimizers; the laboratory's own keep their meaning."""
+        entries = own_entries()
+        if self.task not in entries.tasks:
+            return {}
+        return {name: choice for name, choice in entries.rivals.items() if name not in OPTIMIZERS}
 
     @property
     def command(self) -> tuple[str, ...]:
