@@ -82,19 +82,25 @@ def rows(reports: Reports, reference: str, ranked: Collection[str]) -> list[Row]
     }
     overall = [row for metric, found in by_task.items() for row in overall_rows(overall_metric(metric), found)]
     against = [
-        row for ours in (OURS, UNTOUCHED) for what in (TRAINING, VALIDATION) for row in rows_of(ours, what, every[what])
+        row
+        for ours in (OURS, UNTOUCHED)
+        for what in (TRAINING, VALIDATION)
+        for row in rows_against(ours, what, every[what])
     ]
     by_task_rows = (row for found in by_task.values() for row in found)
     return [*overall, *against, *cost_rows(reports, reference), *by_task_rows]
 
 
-def rows_of(ours: str, metric: str, values: Values) -> list[OverallRow]:
+def rows_against(ours: str, metric: str, values: Values) -> list[OverallRow]:
     """Ratios of our quantity to that of each of the others, on the tasks that both have."""
     labels = dict.fromkeys(label for by_label in values.values() for label in by_label if label != ours)
     made = []
     for label in labels:
-        both = {task: {name: each[name] for name in (ours, label)} for task, each in values.items()
-                if ours in each and label in each}  # fmt: skip
+        both = {
+            task: {name: each[name] for name in (ours, label)}
+            for task, each in values.items()
+            if ours in each and label in each
+        }
         found = [row for row in task_rows(metric, both, label) if row.optimizer == ours]
         made += [replace(row, optimizer=label) for row in overall_rows(against_metric(metric, ours), found)]
     return sorted(made, key=lambda row: math.inf if row.mean is None else -row.mean)
