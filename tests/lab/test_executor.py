@@ -22,7 +22,7 @@ from lodo.lab.cli import app
 from lodo.lab.executor import RunError, sweep
 from lodo.lab.run import Run, execute, load_curve
 
-SETTINGS = ("--steps", "6000", "--seeds", "2", "--optimizers", "lodo, olbfgs", "--checkpoint-every", "0.2")
+SETTINGS = ("--steps", "15000", "--seeds", "2", "--optimizers", "lodo, olbfgs", "--checkpoint-every", "0.2")
 
 
 def lodo(*args, **kwargs):
